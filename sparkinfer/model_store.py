@@ -330,7 +330,11 @@ def _download(name: ModelName, file: str, commit: str, partial: Path, size: int,
     if partial.exists() and partial.stat().st_size > size: partial.unlink()
     url = hf_hub_url(name.where, file, revision=commit, endpoint=os.environ.get('HF_ENDPOINT') or None)
     with open(partial, 'ab') as f:
-        http_get(url, f, resume_size=f.tell(), headers=build_hf_headers(), expected_size=size, displayed_filename=PurePosixPath(file).name, tqdm_class=Bar)
+        try: http_get(url, f, resume_size=f.tell(), headers=build_hf_headers(), expected_size=size, displayed_filename=PurePosixPath(file).name, tqdm_class=Bar)
+        except OSError as e:
+            if e.errno is not None: raise                              # the disk's own errors have a number; without one, it is the library's word for a wrong length
+            partial.unlink(missing_ok=True)
+            raise SparkinferError(f'{file} of {name.where} is not the {size} bytes long that the hub states; nothing was kept, try again') from None
 
 def _pull_hf(name: ModelName, folder: Path, progress: bool) -> StoredModel:
     with _hub_errors(name):
