@@ -38,6 +38,11 @@ class ModelConfig:
         Raises UnsupportedError for a family or variant that we do not compute, FormatError for keys that are missing or make no sense."""
         return read_gguf_config(metadata, tensors)
 
+    def __repr__(self):
+        kinds = {kind: self.layer_kinds.count(kind) for kind in dict.fromkeys(self.layer_kinds)}
+        shown = {f.name: getattr(self, f.name) for f in fields(self)} | {'layer_kinds': ' + '.join(f'{n} × {kind}' for kind, n in kinds.items())}
+        return 'ModelConfig(' + ', '.join(f'{name}={value}' for name, value in shown.items()) + ')'
+
     @property
     def query_size(self): return self.num_heads * self.head_dim
     @property

@@ -11,6 +11,7 @@ import numpy as np
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 from fastcore.basics import patch
+from ..ops.sampling import sample_spec
 
 # %% ../../nbs/models/02_forward.ipynb #d633926e
 @dataclass(frozen=True, eq=False)
@@ -210,7 +211,6 @@ def admit(self: SpecRunner, batch):
 # %% ../../nbs/models/02_forward.ipynb #bc5651cd
 def sample_rows(logits, specs):
     "One `SampleSpec` for each row of logits (outputs, vocab_size) → StepResult"
-    from sparkinfer.ops.sampling import sample_spec
     sampled = [sample_spec(row, spec) for row, spec in zip(logits, specs, strict=True)]
     return StepResult(np.array([s.token for s in sampled], np.int32), np.array([s.logprob for s in sampled], np.float32), None,
                       tuple((s.top_ids, s.top_logprobs) for s in sampled))
