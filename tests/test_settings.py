@@ -1,5 +1,5 @@
 "`settings.ini` (what nbdev 2 reads, and people expect) and `pyproject.toml` (what nbdev 3 and pip read) say the same"
-import configparser, re, tomllib
+import configparser, tomllib
 from pathlib import Path
 import pytest
 import sparkinfer
@@ -27,9 +27,10 @@ def test_dev_requirements(): assert SETTINGS['dev_requirements'].split() == PROJ
 def test_constraints_allow_the_requirements():
     "Every direct requirement is pinned, so that a CI run of today can be repeated next year; and no pin is below what we ask for"
     from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
     from packaging.version import Version
     pins = dict(line.split('==') for line in (ROOT/'constraints.txt').read_text().split('\n') if line and not line.startswith('#'))
-    pins = {re.sub('[-_.]+', '-', name).lower(): Version(version) for name, version in pins.items()}
+    pins = {canonicalize_name(name): Version(version) for name, version in pins.items()}
     for text in PROJECT['project']['dependencies'] + PROJECT['project']['optional-dependencies']['dev']:
         requirement = Requirement(text)
-        assert pins[requirement.name.lower()] in requirement.specifier, text
+        assert pins[canonicalize_name(requirement.name)] in requirement.specifier, text
