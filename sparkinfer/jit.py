@@ -17,6 +17,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 import llvmlite, numba, numpy as np
 import llvmlite.binding as llvm
+from llvmlite import ir
 from numba import njit, types
 from numba.core import config, sigutils
 from numba.core import event as numba_event
@@ -126,7 +127,8 @@ def fingerprint(value, _seen=()) -> str:
     if isinstance(value, CodeType): return f'code({value.co_code.hex()}, {again(value.co_consts)}, {value.co_names}, {value.co_varnames}, {value.co_freevars})'
     if isinstance(value, ModuleType): return f'module {value.__name__}'
     if isinstance(value, (type, BuiltinFunctionType, np.ufunc)): return f'{getattr(value, "__module__", "numpy")}.{getattr(value, "__qualname__", value.__name__)}'
-    if isinstance(value, (np.dtype, types.Type)): return f'type {value}'
+    if isinstance(value, (np.dtype, types.Type, ir.Type, ir.Value)): return f'{type(value).__name__} {value}'
+    if isinstance(value, partial): return f'partial({again(value.func)}, {again(value.args)}, {again(value.keywords)})'
     if is_dataclass(value): return f'{type(value).__qualname__}({", ".join(again(getattr(value, f.name)) for f in fields(value))})'
     raise Unstable(f'a {type(value).__module__}.{type(value).__qualname__}')
 
