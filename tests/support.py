@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 import numpy as np
 from sparkinfer.models.forward import StepResult
-from sparkinfer.ops.sampling import sample
+from sparkinfer.ops.sampling import SampleSpec, sample
 
 
 class TinyTokenizer:
@@ -54,6 +54,7 @@ class ScriptedRunner:
         self.script, self.gate, self.max_context, self.num_slots = script, gate, max_context, 1
         self.config = TinyConfig(tokenizer.vocab_size, max_context, layer_kinds)
         self.memory, self.steps, self.closed = {}, [], False
+        sample(np.zeros(4, np.float32), SampleSpec(num_logprobs=0))   # compile now: a client's first request should not wait for it
 
     def load(self, weights, max_context=None, num_slots=1, progress=None): return self
 

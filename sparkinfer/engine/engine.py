@@ -203,8 +203,8 @@ def submit(self: Engine, request: Request) -> Stream:
     "Queue a request. Raises RequestError if it can never be served, EngineBusy if not now."
     stream = Stream(self, request, self.check(request))
     with self._changed:
-        if self._closing: raise EngineBusy('the engine is shutting down')
-        if self._broken is not None: raise EngineBusy(f'the engine has failed and cannot go on: {self._broken}')
+        if self._closing: raise EngineBusy('the engine is shutting down', 'closing')
+        if self._broken is not None: raise EngineBusy(f'the engine has failed and cannot go on: {self._broken}', 'failed')
         if len(self._queue) >= self.max_queue: raise EngineBusy(f'{len(self._queue)} requests are waiting already, which is the limit: try again later')
         self._queue.append(stream)
         self._changed.notify_all()

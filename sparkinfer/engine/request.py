@@ -199,7 +199,7 @@ class FinishEvent:
     usage: Usage
     seed: int
     stop: str | int | None = None   # the stop string, or the id of the end token
-    timing: Timing | None = None
+    timing: Timing | None = field(default=None, repr=False)
 
 @dataclass(frozen=True)
 class ErrorEvent:
@@ -209,7 +209,11 @@ class ErrorEvent:
     text: str = ''
 
 class EngineBusy(SparkinferError):
-    "The queue is full, or the engine is closing; the request was not taken, and may be sent again later"
+    "The request was not taken. `code`: 'queue_full' (send it again later), 'closing' or 'failed' (not to this engine)"
+    def __init__(self, message, code='queue_full'):
+        super().__init__(message)
+        self.code = code
+    def __reduce__(self): return type(self), (str(self), self.code)
 
 # %% ../../nbs/engine/00_request.ipynb #d70559ed
 @dataclass
@@ -227,9 +231,9 @@ class Completion:
 class Completions:
     "Adds up events into one `Completion` for each choice; an ErrorEvent is raised as its exception"
     def __init__(self): self.by_choice = {}
-    def add(self, event):
+    def add(self, event, index=None):   # index: where to count it, if not as its own choice
         if isinstance(event, ErrorEvent): raise event.error
-        answer = self.by_choice.setdefault(event.choice, Completion())
+        answer = self.by_choice.setdefault(event.choice if index is None else index, Completion())
         answer.text += event.text
         if isinstance(event, TokenEvent):
             answer.token_ids.append(event.token_id)
