@@ -162,7 +162,7 @@ def encode_centred(bits, values):
 def encode_from_minimum(bits, values):
     "Q4_1 (bits 4) and Q5_1 (bits 5). values: (n, 32) float32"
     top, m = (1 << bits) - 1, values.min(axis=1, keepdims=True)
-    d = (values.max(axis=1, keepdims=True) - m) / top
+    with np.errstate(invalid='ignore', over='ignore'): d = (values.max(axis=1, keepdims=True) - m) / top
     scales = stored(d, m)
     return np.hstack([scales, packed_codes(codes(values - m, d, .5, top), bits)])
 

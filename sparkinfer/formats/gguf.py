@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NUMBER_SIZES', 'NUMBER_CODES', 'KINDS', 'DEEPEST_ARRAY', 'MISTAKES', 'PART_NAME', 'ARRAY_TYPES', 'Tensor',
-           'shape_text', 'size_text', 'Cursor', 'read_kind', 'read_value', 'read_array', 'read_strings',
+           'shape_text', 'size_text', 'Cursor', 'quoted', 'read_kind', 'read_value', 'read_array', 'read_strings',
            'short_strings', 'read_version', 'Header', 'read_metadata', 'read_alignment', 'read_places', 'tensor_type',
            'check_places', 'read_header', 'Checkpoint', 'totals_by_type', 'map_file', 'open_part', 'open_gguf',
            'whole_number', 'split_paths', 'check_parts', 'kind_of', 'element_kind', 'pack_string', 'pack_value',
@@ -15,7 +15,7 @@ import math, mmap, os, re, struct
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np
-from ..errors import FormatError, ModelNotFound, SparkinferError, UnsupportedError
+from ..errors import FormatError, ModelNotFound, SparkinferError
 from .blocks import QUANT_TYPES, QuantType, TYPES_BY_ID, WITHDRAWN, quant_type
 
 # %% ../../nbs/formats/01_gguf.ipynb #998b209f
@@ -42,13 +42,13 @@ class Tensor:
             shape = picked.shape[:-2] + shape[1:]
             blocks = picked.reshape(-1, self.type.block_bytes)
         out = np.empty((len(blocks), self.type.block_size), np.float32)
-        step = max(1, (1 << 16) // self.type.block_size)              # a piece and its temporaries stay in the second-level cache
+        step = max(1, (1 << 17) // self.type.block_size)              # a piece and its temporaries stay in the second-level cache
         for start in range(0, len(blocks), step): out[start:start + step] = self.type.decode(blocks[start:start + step])
         return out.reshape(shape)
 
     def __repr__(self): return f'Tensor({self.name}: {shape_text(self.shape)} {self.type.name}, {size_text(self.nbytes)})'
 
-def shape_text(shape): return ' × '.join(str(n) for n in shape) or 'scalar'
+def shape_text(shape): return ' × '.join(str(n) for n in shape)
 
 def size_text(nbytes):
     "98362432 → '98.4 MB'"
@@ -88,6 +88,10 @@ class Cursor:
         raw = self.bytes(count, what)
         try: return raw.decode()
         except UnicodeDecodeError as e: self.fail(f'{what} is not UTF-8: {raw[:40]!r}{"…" if len(raw) > 40 else ""}, {e.reason} at its byte {e.start}')
+
+def quoted(name):
+    "A name from the file for a message: its repr, cut short, since a name may be 65 kB of anything"
+    return repr(name) if len(name) <= 80 else f'{name[:60]!r}… ({len(name)} characters)'
 
 NUMBER_SIZES = {code: struct.calcsize('<' + code) for code in 'BbHhIifQqd?'}
 
@@ -188,10 +192,10 @@ def read_metadata(cursor, count):
     cursor.need(13 * count, f'metadata ({count} keys)')
     metadata, kinds = {}, {}
     for i in range(count):
-        key = cursor.string(f'the name of metadata key {i}' + (f' (after {key!r})' if i else ''), limit=65535)
-        if key in metadata: cursor.fail(f'key {key!r} occurs twice')
+        key = cursor.string(f'the name of metadata key {i}' + (f' (after {quoted(key)})' if i else ''), limit=65535)
+        if key in metadata: cursor.fail(f'key {quoted(key)} occurs twice')
         if not key: cursor.fail(f'metadata key {i} has an empty name')
-        kind, what = read_kind(cursor, f'the type of key {key!r}'), f'the value of key {key!r}'
+        kind, what = read_kind(cursor, f'the type of key {quoted(key)}'), f'the value of key {quoted(key)}'
         if kind == 'array':
             kind, metadata[key] = read_array(cursor, what)
             kinds[key] = f'array of {kind}'
@@ -211,24 +215,24 @@ def read_places(cursor, count):
     cursor.need(24 * count, f'the tensor table ({count} tensors)')
     places = {}
     for i in range(count):
-        name = cursor.string(f'the name of tensor {i}' + (f' (after {name!r})' if i else ''), limit=65535)
-        if name in places: cursor.fail(f'tensor {name!r} occurs twice')
+        name = cursor.string(f'the name of tensor {i}' + (f' (after {quoted(name)})' if i else ''), limit=65535)
+        if name in places: cursor.fail(f'tensor {quoted(name)} occurs twice')
         if not name: cursor.fail(f'tensor {i} has an empty name')
-        axes = cursor.number('I', f'the number of axes of tensor {name!r}')
-        if axes > 4: cursor.fail(f'tensor {name!r} has {axes} axes, more than the 4 that the format allows')
-        shape = tuple(cursor.number('Q', f'the shape of tensor {name!r}') for _ in range(axes))[::-1]
-        kind = cursor.number('I', f'the type of tensor {name!r}')
-        places[name] = shape, tensor_type(cursor, name, shape, kind), cursor.number('Q', f'the offset of tensor {name!r}')
+        axes = cursor.number('I', f'the number of axes of tensor {quoted(name)}')
+        if axes > 4: cursor.fail(f'tensor {quoted(name)} has {axes} axes, more than the 4 that the format allows')
+        shape = tuple(cursor.number('Q', f'the shape of tensor {quoted(name)}') for _ in range(axes))[::-1]
+        kind = cursor.number('I', f'the type of tensor {quoted(name)}')
+        places[name] = shape, tensor_type(cursor, name, shape, kind), cursor.number('Q', f'the offset of tensor {quoted(name)}')
     return places
 
 def tensor_type(cursor, name, shape, kind):
     "The QuantType with id `kind`, once it is certain that it can have this shape"
-    if 0 in shape: cursor.fail(f'tensor {name!r} has a zero in its shape {shape_text(shape)}')
-    if math.prod(shape) >= 2**63: cursor.fail(f'tensor {name!r} has the shape {shape_text(shape)}: {math.prod(shape)} values do not fit in 63 bits')
+    if not shape: cursor.fail(f'tensor {quoted(name)} has no axes')
+    if 0 in shape: cursor.fail(f'tensor {quoted(name)} has a zero in its shape {shape_text(shape)}')
+    if math.prod(shape) >= 2**63: cursor.fail(f'tensor {quoted(name)} has the shape {shape_text(shape)}: {math.prod(shape)} values do not fit in 63 bits')
     quant = TYPES_BY_ID.get(kind)
-    if quant is None: cursor.fail(f'tensor {name!r} has type {kind}, ' + (f'{WITHDRAWN[kind]}, which was withdrawn from the format: convert the model anew' if kind in WITHDRAWN else 'which is unknown'))
-    row = shape[-1] if shape else 1
-    if row % quant.block_size: cursor.fail(f'tensor {name!r} has rows of {row} values, not a multiple of the {quant.block_size} in a {quant.name} block')
+    if quant is None: cursor.fail(f'tensor {quoted(name)} has type {kind}, ' + (f'{WITHDRAWN[kind]}, which was withdrawn from the format: convert the model anew' if kind in WITHDRAWN else 'which is unknown'))
+    if shape[-1] % quant.block_size: cursor.fail(f'tensor {quoted(name)} has rows of {shape[-1]} values, not a multiple of the {quant.block_size} in a {quant.name} block')
     return quant
 
 # %% ../../nbs/formats/01_gguf.ipynb #363d2b15
@@ -238,10 +242,10 @@ def check_places(cursor, places, alignment):
     placed, used, before = {}, 0, None
     for name, (shape, quant, offset) in sorted(places.items(), key=lambda item: item[1][2]):
         nbytes = quant.nbytes(math.prod(shape))
-        if offset % alignment: cursor.fail(f'tensor {name!r} starts at offset {offset}, not a multiple of the alignment {alignment}')
+        if offset % alignment: cursor.fail(f'tensor {quoted(name)} starts at offset {offset}, not a multiple of the alignment {alignment}')
         if start + offset + nbytes > cursor.end:
-            cursor.fail(f'tensor {name!r} ({shape_text(shape)} {quant.name}) takes bytes {start + offset} to {start + offset + nbytes}, but the file ends at {cursor.end}: {start + offset + nbytes - cursor.end} bytes are missing')
-        if offset < used: cursor.fail(f'tensors {before!r} and {name!r} overlap: the second starts at offset {offset}, the first ends at {used}')
+            cursor.fail(f'tensor {quoted(name)} ({shape_text(shape)} {quant.name}) takes bytes {start + offset} to {start + offset + nbytes}, but the file ends at {cursor.end}: {start + offset + nbytes - cursor.end} bytes are missing')
+        if offset < used: cursor.fail(f'tensors {quoted(before)} and {quoted(name)} overlap: the second starts at offset {offset}, the first ends at {used}')
         placed[name], used, before = (shape, quant, start + offset), offset + nbytes, name
     return {name: placed[name] for name in places}
 
@@ -338,7 +342,7 @@ def open_gguf(path) -> Checkpoint:
     for i, (mapped, header) in enumerate(parts):
         whole = np.frombuffer(mapped, np.uint8)
         for name, (shape, quant, start) in header.places.items():
-            if name in tensors: raise FormatError(f'{paths[i]}: tensor {name!r} occurs in another part too')
+            if name in tensors: raise FormatError(f'{paths[i]}: tensor {quoted(name)} occurs in another part too')
             tensors[name], places[name] = Tensor(name, shape, quant, whole[start:start + quant.nbytes(math.prod(shape))]), (i, start)
     keep = [key for key in first.metadata if len(parts) == 1 or not key.startswith('split.')]
     return Checkpoint(path, {k: first.metadata[k] for k in keep}, tensors, {k: first.kinds[k] for k in keep}, [(p, m) for p, (m, _) in zip(paths, parts)], places, first.version, first.alignment)
@@ -376,6 +380,7 @@ def check_parts(paths, headers):
 # %% ../../nbs/formats/01_gguf.ipynb #70eed10a
 def kind_of(key, value):
     "The GGUF kind under which a metadata value is stored when nobody says otherwise"
+    if isinstance(value, str): return 'string'
     if isinstance(value, np.generic): value = value.dtype
     if isinstance(value, np.dtype):
         if value.name in KINDS: return value.name
@@ -383,7 +388,6 @@ def kind_of(key, value):
     if isinstance(value, bool): return 'bool'
     if isinstance(value, int): return next((kind for kind, low, high in (('uint32', 0, 2**32), ('int32', -2**31, 0), ('uint64', 0, 2**64), ('int64', -2**63, 0)) if low <= value < high), 'int64')
     if isinstance(value, float): return 'float32'
-    if isinstance(value, str): return 'string'
     if isinstance(value, (list, tuple, np.ndarray)): return 'array'
     raise FormatError(f'key {key!r}: GGUF has no kind for {type(value).__name__}')
 
@@ -414,7 +418,7 @@ def pack_value(key, kind, value):
     except (struct.error, AttributeError, TypeError, KeyError, ValueError) as e:
         raise FormatError(f'key {key!r}: {value!r:.60} cannot be stored as {kind}') from e
 
-# %% ../../nbs/formats/01_gguf.ipynb #1c2c773f
+# %% ../../nbs/formats/01_gguf.ipynb #7dcadbdd
 ARRAY_TYPES = {np.dtype(d): QUANT_TYPES[t] for d, t in (('f4', 'F32'), ('f2', 'F16'), ('f8', 'F64'), ('i1', 'I8'), ('i2', 'I16'), ('i4', 'I32'), ('i8', 'I64'))}
 
 def as_tensor(name, value):
@@ -425,9 +429,9 @@ def as_tensor(name, value):
     else: quant, shape, data = (value.type, value.shape, value.data) if isinstance(value, Tensor) else value
     shape, quant = tuple(int(n) for n in shape), quant_type(quant)
     data = np.ascontiguousarray(data).reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
-    if not name or len(shape) > 4: raise FormatError(f'tensor {name!r}: a tensor needs a name and at most 4 axes, not {len(shape)}')
-    if min(shape, default=1) < 1: raise FormatError(f'tensor {name!r} has a zero in its shape {shape_text(shape)}')
-    if (shape[-1] if shape else 1) % quant.block_size: raise FormatError(f'tensor {name!r} has rows of {shape[-1]} values, not a multiple of the {quant.block_size} in a {quant.name} block')
+    if not name or not 1 <= len(shape) <= 4: raise FormatError(f'tensor {name!r}: a tensor needs a name and 1 to 4 axes, not {len(shape)}')
+    if min(shape) < 1: raise FormatError(f'tensor {name!r} has a zero in its shape {shape_text(shape)}')
+    if shape[-1] % quant.block_size: raise FormatError(f'tensor {name!r} has rows of {shape[-1]} values, not a multiple of the {quant.block_size} in a {quant.name} block')
     if quant.nbytes(math.prod(shape)) != len(data): raise FormatError(f'tensor {name!r}: {shape_text(shape)} of {quant.name} takes {quant.nbytes(math.prod(shape))} bytes, not {len(data)}')
     return Tensor(name, shape, quant, data)
 
