@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 # %% ../../nbs/measure/00_speed.ipynb #ae4c1000
-from ..jit import jit
+from ..jit import cpu_level, jit
 
 # %% ../../nbs/measure/00_speed.ipynb #4bf46bdb
 @dataclass(frozen=True)
@@ -241,16 +241,12 @@ def git_state(root):
 
 # %% ../../nbs/measure/00_speed.ipynb #baf6749f
 def cpu_record():
-    "Name, features and size of the processor; `level` is the x86-64 level of the psABI (v3 has AVX2, v4 has AVX-512)"
+    "Name and size of the processor, and the level of instructions that kernels use on it"
     from llvmlite import binding
-    features = {name for name, on in binding.get_host_cpu_features().items() if on}
-    v3 = {'avx2', 'bmi', 'bmi2', 'f16c', 'fma', 'lzcnt', 'movbe'}
-    v4 = v3 | {'avx512f', 'avx512bw', 'avx512cd', 'avx512dq', 'avx512vl'}
-    level = ('x86-64-v4' if v4 <= features else 'x86-64-v3' if v3 <= features else 'x86-64') if 'sse2' in features else platform.machine()
     try: names = [line.split(':', 1)[1].strip() for line in Path('/proc/cpuinfo').read_text().splitlines() if line.startswith('model name')]
     except OSError: names = []
-    return dict(cpu=names[0] if names else platform.processor() or platform.machine(), llvm_cpu=binding.get_host_cpu_name(), level=level,
-                vnni='avx512vnni' in features or 'avxvnni' in features, cores=cpu_count(), cache_mb=cache_bytes() >> 20)
+    return dict(cpu=names[0] if names else platform.processor() or platform.machine(), llvm_cpu=binding.get_host_cpu_name(), level=cpu_level(),
+                cores=cpu_count(), cache_mb=cache_bytes() >> 20)
 
 # %% ../../nbs/measure/00_speed.ipynb #5ab16b9b
 def machine_record():

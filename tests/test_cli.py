@@ -1,0 +1,194 @@
+"The command line as users meet it: processes, pipes, terminals, signals. What one command does is tested in nbs/11_cli.ipynb."
+import json, os, re, select, signal, socket, subprocess, sys, time
+from pathlib import Path
+import pytest
+from sparkinfer.formats.gguf import write_gguf
+
+pytestmark = pytest.mark.skipif(sys.platform == 'win32', reason='terminals and signals of Unix')
+COMMAND = [sys.executable, '-m', 'sparkinfer']
+SMALL = ['--context', '512']
+
+def sparkinfer(*args, input=None, timeout=300, **kwargs):
+    "Run a command line to its end"
+    stdin = dict(input=input) if input is not None else dict(stdin=subprocess.DEVNULL)
+    return subprocess.run(COMMAND + [str(a) for a in args], capture_output=True, text=True, timeout=timeout, **stdin, **kwargs)
+
+@pytest.fixture(scope='module', autouse=True)
+def warm():
+    "Fetch the model and compile its kernels once, so that the tests below see a warm start"
+    done = sparkinfer('warmup')
+    assert done.returncode == 0, done.stderr
+
+@pytest.fixture(scope='module')
+def files(tmp_path_factory):
+    "Files that are not models, by name"
+    folder = tmp_path_factory.mktemp('files')
+    (folder/'folder.gguf').mkdir()
+    (folder/'text.gguf').write_text('once upon a time\n' * 100)
+    (folder/'empty.gguf').write_bytes(b'')
+    (folder/'short.gguf').write_bytes(b'GGUF\x03\0\0\0')
+    write_gguf(folder/'alien.gguf', {'general.architecture': 'alien'}, {})
+    (folder/'locked.gguf').write_bytes(b'GGUF')
+    (folder/'locked.gguf').chmod(0)
+    return folder
+
+# ---- what goes wrong is one line
+
+@pytest.mark.parametrize('name, says', [('nowhere.gguf', 'no such file'), ('folder.gguf', 'folder.gguf'), ('text.gguf', 'text.gguf'), ('empty.gguf', 'empty.gguf'), ('short.gguf', 'short.gguf'),
+                                        ('alien.gguf', "'alien' is not supported"), ('locked.gguf', 'locked.gguf')])
+@pytest.mark.parametrize('command', ['run', 'chat', 'serve', 'inspect', 'bench'])
+def test_a_bad_file_is_one_line(files, command, name, says):
+    if name == 'locked.gguf' and os.geteuid() == 0: pytest.skip('root may read everything')
+    if (command, name) == ('inspect', 'alien.gguf'): pytest.skip('a file of another architecture can be looked at')
+    path = files/name
+    done = sparkinfer(*{'run': ['run', 'Hello', '-m', path]}.get(command, [command, path]))
+    assert done.returncode == 1 and done.stdout == ''
+    assert re.fullmatch(r'error: .*\n', done.stderr) and says in done.stderr
+
+@pytest.mark.parametrize('args, says', [
+    (['run', 'word ' * 600, *SMALL], '512'), (['run', 'x', '--context', '1000000'], 'trained for'), (['run', 'x', '--threads', '0'], 'threads'), (['run', 'x', '--temperature', '9', *SMALL], 'temperature'),
+    (['run', '', '--raw', '-m', 'no-such-model'], 'no model is named'), (['rm', 'no-such-model'], 'no model'), (['pull', 'no/such/thing'], 'thing')])
+def test_a_bad_request_is_one_line(args, says):
+    done = sparkinfer(*args)
+    assert done.returncode == 1 and done.stdout == ''
+    assert re.fullmatch(r'error: .*\n', done.stderr) and says in done.stderr
+
+def test_debug_shows_the_traceback():
+    done = sparkinfer('run', 'x', '-m', 'nowhere.gguf', '--debug')
+    assert done.returncode == 1 and 'Traceback' in done.stderr and 'ModelNotFound' in done.stderr
+
+def test_wrong_usage_is_exit_code_2():
+    for args in (['run', 'x', '--no-such-option'], ['no-such-command'], ['bench', '--contexts', 'many']):
+        done = sparkinfer(*args)
+        assert done.returncode == 2 and 'Usage' in done.stderr and 'Traceback' not in done.stderr
+
+def test_too_little_memory_is_one_line():
+    "An address space of 700 MB: enough for the interpreter and its libraries, not for a cache of 8,192 positions in float32"
+    import resource
+    done = sparkinfer('run', 'x', '--runner', 'spec', preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1200 << 20,) * 2), env=os.environ | dict(OPENBLAS_NUM_THREADS='1'))
+    assert done.returncode == 1 and re.fullmatch(r'error: not enough memory.*\n', done.stderr), done.stderr
+
+def test_a_taken_port_is_one_line():
+    with socket.create_server(('127.0.0.1', 0)) as taken:
+        port = taken.getsockname()[1]
+        done = sparkinfer('serve', '--port', port, *SMALL, timeout=60)
+    lines = [line for line in done.stderr.splitlines() if line.startswith('error: ')]
+    assert done.returncode == 1 and len(lines) == 1 and str(port) in lines[0] and 'Traceback' not in done.stderr
+
+# ---- streams
+
+def test_stdout_is_the_answer_and_stderr_is_silent_when_warm():
+    done = sparkinfer('run', '1, 2, 3, 4, 5,', '--raw', '--temperature', '0', '--max-tokens', '10', *SMALL)
+    assert done.returncode == 0 and done.stdout.startswith(' 6, 7, 8') and done.stdout.endswith('\n') and done.stderr == ''
+
+def test_prompt_from_a_pipe():
+    options = ['--raw', '--temperature', '0', '--max-tokens', '8', '--json', *SMALL]
+    answers = [sparkinfer('run', '1, 2, 3, 4, 5,', *options), sparkinfer('run', '-', *options, input='1, 2, 3, 4, 5,'), sparkinfer('run', *options, input='1, 2, 3, 4, 5,')]
+    texts = {json.loads(done.stdout)['text'] for done in answers}
+    assert len(texts) == 1 and len(answers[0].stdout.splitlines()) == 1
+
+def test_a_reader_that_goes_away():
+    "`sparkinfer run … | head -c 3` ends soon and without noise"
+    began = time.monotonic()
+    writer = subprocess.Popen(COMMAND + ['run', '1, 2, 3, 4, 5,', '--raw', '--temperature', '0', '--max-tokens', '480', *SMALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert writer.stdout.read(3) == ' 6,'
+    writer.stdout.close()
+    noise = writer.stderr.read()
+    assert writer.wait(60) != 0 and noise == '' and time.monotonic() - began < 60
+
+def test_a_terminal_that_knows_only_ascii():
+    done = sparkinfer('run', 'Ça va? 歪', '--max-tokens', '4', *SMALL, env=os.environ | dict(PYTHONIOENCODING='ascii', PYTHONUTF8='0'))
+    assert done.returncode == 0 and 'Error' not in done.stderr
+
+def test_interrupted_run_is_130():
+    process = subprocess.Popen(COMMAND + ['run', 'Tell me everything.', '--max-tokens', '480', '--temperature', '0', *SMALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, noise = process.communicate(timeout=60)
+    assert process.returncode in (0, 130) and 'Traceback' not in noise      # 0: the answer was complete before the signal came
+
+def test_module_and_version():
+    assert re.fullmatch(r'sparkinfer, version \d+\.\d+\.\d+\S*\n', sparkinfer('--version').stdout)
+
+# ---- a terminal
+
+class Terminal:
+    "A command in a pseudo-terminal of its own: `expect` text, `send` keys"
+    def __init__(self, *args):
+        import pty
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0: os.execvpe(COMMAND[0], COMMAND + list(args), os.environ | dict(TERM='dumb'))
+        self.seen = self.all = ''
+    def send(self, keys): os.write(self.fd, keys.encode())
+    def expect(self, pattern, timeout=60):
+        "Wait until `pattern` shows up in what has not been looked at yet"
+        end = time.monotonic() + timeout
+        while not (found := re.search(pattern, self.seen)):
+            assert time.monotonic() < end, f'{pattern!r} did not come; the terminal shows: {self.all!r}'
+            if select.select([self.fd], [], [], 0.2)[0]:
+                try: part = os.read(self.fd, 4096).decode(errors='replace')
+                except OSError: part = ''
+                assert part, f'the command has ended before {pattern!r}: {self.all!r}'
+                self.seen, self.all = self.seen + part, self.all + part
+        self.seen = self.seen[found.end():]
+        return found
+    def close(self):
+        "Wait for the end and return the exit code"
+        try:
+            while os.read(self.fd, 4096): pass
+        except OSError: pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+def test_ctrl_c_stops_the_answer_not_the_chat():
+    terminal = Terminal('chat', '--temperature', '0', *SMALL)
+    terminal.expect('>>> ')
+    terminal.send('Write a very long story about a lighthouse.\r')
+    terminal.expect('lighthouse\\.')                 # the echo of what was typed
+    terminal.expect(r'\w+ \w+ \w+')                  # the answer has begun
+    terminal.send('\x03')
+    terminal.expect('>>> ')
+    terminal.send('\x03')                            # at the prompt it only says how to leave
+    terminal.expect('/exit')
+    terminal.expect('>>> ')
+    terminal.send('Say hello.\r')
+    terminal.expect('hello\\.')
+    terminal.expect(r'\w+')
+    terminal.expect('>>> ')
+    terminal.send('/exit\r')
+    assert terminal.close() == 0
+    assert 'Traceback' not in terminal.all
+
+def test_chat_ends_at_the_end_of_input():
+    done = sparkinfer('chat', '--temperature', '0', '--max-tokens', '4', '-q', *SMALL, input='Hello\n')
+    assert done.returncode == 0 and done.stdout.strip() and done.stderr == ''
+
+# ---- what a start costs
+
+HEAVY = ('fastapi', 'starlette', 'uvicorn', 'pydantic', 'rich', 'huggingface_hub', 'matplotlib', 'torch', 'transformers', 'IPython', 'gguf', 'pandas')
+
+@pytest.mark.parametrize('args', [['--help'], ['run', 'Hi', '--max-tokens', '2', '--context', '256']])
+def test_heavy_modules_stay_out(args):
+    "The web framework and the hub client cost a second, which `run` does not have"
+    code = f'''import sys
+from sparkinfer.cli import main
+try: main({args!r})
+except SystemExit: pass
+print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)'''
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
+    assert done.stderr.splitlines()[-1] == '[]', done.stderr
+
+def test_importing_the_package_is_light():
+    code = "import sparkinfer, sys; print([m for m in ('numpy', 'numba', 'click') if m in sys.modules]); sparkinfer.LLM; print('numpy' in sys.modules, 'numba' in sys.modules)"
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[0] == '[]', done.stdout + done.stderr
+
+# ---- looking into files
+
+def test_inspect_shows_types_and_sizes():
+    done = sparkinfer('inspect', 'smollm2')
+    assert done.returncode == 0 and 'Q4_1' in done.stdout and 'token_embd.weight' in done.stdout and 'llama' in done.stdout
+
+def test_bench_ends_with_json():
+    done = sparkinfer('bench', '--contexts', '16', '--prefill', '16', '--tokens', '4', '--rounds', '2')
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and {r['what'] for r in record['rates']} == {'decode @16', 'prefill @16'} and record['machine']['cpu']
