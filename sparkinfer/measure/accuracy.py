@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['HF_NAMES', 'SKETCH_SIZE', 'TOP', 'compare_rows', 'EvalResult', 'compare_sources', 'logits_of', 'stored_logits',
            'half_split_rows', 'transformers_model', 'transformers_logits', 'llama_cpp_worker', 'llama_cpp_logits',
-           'open_model', 'make_runner', 'reference_source', 'text_ids', 'eval_table', 'worst_table', 'eval_kl',
-           'failures', 'eval_logits', 'sketch_signs', 'summarise', 'compare_record', 'greedy', 'make_record', 'main']
+           'open_model', 'dequantised', 'make_runner', 'reference_source', 'text_ids', 'eval_table', 'worst_table',
+           'eval_kl', 'failures', 'eval_logits', 'sketch_signs', 'summarise', 'compare_record', 'greedy', 'make_record',
+           'main']
 
 # %% ../../nbs/measure/01_accuracy.ipynb #7f77e5e5
 import importlib.util, json, os, subprocess, sys, tempfile
@@ -198,14 +199,20 @@ def open_model(name):
     checkpoint = open_gguf(path)
     return path, Weights.from_checkpoint(checkpoint, ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors)), checkpoint.metadata
 
+def dequantised(weights):
+    "The same weights with every tensor decoded to float32, in memory"
+    from sparkinfer.formats.blocks import quant_type
+    from sparkinfer.formats.gguf import Tensor
+    flat = lambda tensor: np.ascontiguousarray(tensor.dequantize(), np.float32).reshape(-1).view(np.uint8)
+    return Weights(weights.config, {name: Tensor(weights[name].name, weights[name].shape, quant_type('F32'), flat(weights[name])) for name in weights}, weights.unused)
+
 def make_runner(kind, weights, max_context):
-    "A loaded runner by name: 'spec' (NumPy float32), 'spec64', 'cpu' (Numba)"
+    "A loaded runner by name: 'spec' or 'spec64' (NumPy in float32 or float64), 'cpu' (Numba, on the file's blocks), 'cpu32' (Numba with float32 weights and memory)"
     if kind in ('spec', 'spec64'): return SpecRunner(np.float64 if kind == 'spec64' else np.float32).load(weights, max_context=max_context)
-    if kind != 'cpu': raise UnsupportedError(f'no runner is called {kind!r}; there are spec, spec64 and cpu')
+    if kind not in ('cpu', 'cpu32'): raise UnsupportedError(f'no runner is called {kind!r}; there are spec, spec64, cpu and cpu32')
     from sparkinfer.models.cpu_runner import CpuRunner
-    runner = CpuRunner()
-    runner.load(weights, max_context=max_context)
-    return runner
+    runner = CpuRunner() if kind == 'cpu' else CpuRunner(kv_type='f32')
+    return runner.load(weights if kind == 'cpu' else dequantised(weights), max_context=max_context)
 
 def reference_source(against, path, weights, ids, chunk):
     "The stream of reference logits that a name stands for; see the table above"
@@ -336,7 +343,7 @@ def greedy(model, ids, count):
 def make_record(name, out, prompt='1, 2, 3, 4, 5,', count=24, tokens=512):
     "Write `out`.npz (the record) and `out`.json (how everything compares with transformers in float64, versions, the command)"
     from importlib.metadata import version
-    from sparkinfer.measure.speed import machine_record
+    from sparkinfer.measure.speed import machine_record, save_result
     path, weights, metadata = open_model(name)
     ids, tokenizer = text_ids(metadata, tokens=tokens)
     model = transformers_model(path, 'float64')
@@ -353,6 +360,7 @@ def make_record(name, out, prompt='1, 2, 3, 4, 5,', count=24, tokens=512):
     about = dict(file=path.name, text='data/text/styles.txt', command=f'python -m sparkinfer.measure.accuracy record {name} {out}', prompt=prompt, greedy_gap=gap,
                  versions={p: version(p) for p in ('torch', 'transformers', 'gguf', 'xllamacpp', 'numpy')}, machine=machine_record(), results=[r.record() for r in results])
     Path(f'{out}.json').write_text(json.dumps(about, indent=1) + '\n')
+    save_result('parity', about)
     print(eval_table(results))
 
 # %% ../../nbs/measure/01_accuracy.ipynb #36353e91
