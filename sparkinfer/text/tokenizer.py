@@ -9,6 +9,7 @@ __all__ = ['BYTE_TO_CHAR', 'PRE_TOKENIZERS', 'NORMAL', 'UNKNOWN', 'CONTROL', 'US
 # %% ../../nbs/text/00_tokenizer.ipynb #5d9db4ab
 import html, re, warnings
 from dataclasses import dataclass
+from functools import cached_property
 import numpy as np
 import tokenizers as hf
 from fastcore.basics import patch
@@ -89,6 +90,10 @@ def _any_of(texts):
     texts = sorted(filter(None, texts), key=len, reverse=True)
     return re.compile('(' + '|'.join(map(re.escape, texts)) + ')') if texts else None
 
+def _starts_of(texts):
+    "A regular expression for the first character of each place where one of `texts` is spelled, places inside of another spelling too"
+    return re.compile(f'(?=(?:{"|".join(map(re.escape, filter(None, texts)))})).', re.S) if texts else re.compile('(?!)')
+
 # %% ../../nbs/text/00_tokenizer.ipynb #2660a7b6
 class Tokenizer:
     "Text ↔ token ids. Build it with `Tokenizer.from_gguf`."
@@ -106,12 +111,16 @@ class Tokenizer:
         self.add_bos = bool(add_bos) and bos_id is not None
         of_type = lambda *kinds: np.flatnonzero(np.isin(types, kinds)).tolist()
         self.special_ids = frozenset(of_type(UNKNOWN, CONTROL, UNUSED))                            # hidden in answers
-        self.control_tokens = {tokens[i]: i for i in of_type(UNKNOWN, CONTROL)}
+        self.control_tokens = {tokens[i]: i for i in of_type(UNKNOWN, CONTROL) if len(tokens[i]) > 1}   # one character is never markup
         self.markup_tokens = {tokens[i]: i for i in of_type(USER_DEFINED) if _MARKUP.fullmatch(tokens[i])}
         self._added = {tokens[i]: i for i in of_type(USER_DEFINED)} | self.control_tokens
         self._in_template, self._in_text = _any_of(self._added), _any_of(self._added.keys() - self.markup_tokens.keys() - self.control_tokens.keys())
         self._bytes = {}                                                                            # id → bytes, filled as ids are seen
 
+    @cached_property
+    def control_starts(self): return _starts_of(self.control_tokens)
+    @cached_property
+    def special_starts(self): return _starts_of(self.control_tokens | self.markup_tokens)
     @property
     def vocab_size(self) -> int: return len(self._tokens)
     @property
