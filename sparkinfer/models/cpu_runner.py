@@ -8,15 +8,16 @@ __all__ = ['PLAN', 'LAYER', 'NUM_LAYERS', 'HIDDEN', 'FFN', 'HEADS', 'KV_HEADS', 
            'QKV', 'PARTIALS', 'FFN_RECORD', 'FFN_RECORD_STRIDE', 'RECORD', 'RECORD_STRIDE', 'GATE', 'UP', 'Y', 'LOGITS',
            'SCRATCH', 'SCRATCH_STRIDE', 'L_ATTN_NORM', 'L_Q', 'L_Q_KIND', 'L_K', 'L_K_KIND', 'L_V', 'L_V_KIND', 'L_O',
            'L_O_KIND', 'L_FFN_NORM', 'L_GATE', 'L_GATE_KIND', 'L_UP', 'L_UP_KIND', 'L_DOWN', 'L_DOWN_KIND', 'L_KEYS',
-           'L_VALUES', 'RUN', 'share', 'decode_step', 'batch_step', 'head_step', 'aligned_zeros', 'buffer_sizes',
-           'check_shape', 'default_threads', 'CpuRunner', 'runs_of']
+           'L_VALUES', 'RUN', 'share', 'decode_step', 'batch_step', 'head_step', 'aligned_zeros', 'lazy_zeros',
+           'buffer_sizes', 'check_shape', 'default_threads', 'CpuRunner', 'runs_of']
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #f1386280
+import mmap
 import os
 import numpy as np
 from ..errors import SparkinferError, UnsupportedError
 from ..jit import jit
-from .forward import SpecRunner, StepResult, rope_frequencies
+from .forward import StepResult, check_batch, model_frequencies
 from ..ops.attention import (CHUNK, KV_F16, KV_F32, PARTIAL_HEADER, attend_chunk, chunk_floats, merge, merge_finish, merge_reset, prefetch_part,
                                       write_key, write_value)
 from ..ops.linear import (SCRATCH_PER_BLOCK, activation_bytes, matmul, matvec, pack, packed_bytes, quantize_activation, read_row, tile,
@@ -107,14 +108,18 @@ def _attend_items(thread, n, plan, layers, i, tag, position, slot, mine):
             attend_chunk(turned + 4 * D * h, k, v, count, D, scale, scores, plan[PARTIALS] + ((g * group + h) * chunks + chunk) * size)
 
 @jit
-def _merge_heads(plan, position, state, record):
-    "All heads' partials, first chunk to last -> the float half of an activation record"
+def _merge_heads(thread, n, plan, position, state, record):
+    """This thread's heads: their partials merged, first chunk to last -> their part of an activation record.
+    Heads are shared in bundles that fill whole blocks of 32 channels, so that no block is rounded by two threads"""
     D, chunks, size = plan[HEAD_DIM], position // CHUNK + 1, _partial_bytes(plan)
-    for h in range(plan[HEADS]):
+    bundle = 1
+    while bundle * D % 32: bundle += 1
+    begin, end = share(plan[HEADS] // bundle, thread, n)
+    for h in range(begin * bundle, end * bundle):
         merge_reset(state, D)
         for chunk in range(chunks): merge(state, plan[PARTIALS] + (h * chunks + chunk) * size, D)
         merge_finish(state, D, record + 4 * D * h)
-    quantize_activation(record, plan[HEADS] * D, 0, plan[HEADS] * D // 32)
+    quantize_activation(record, plan[HEADS] * D, begin * bundle * D // 32, end * bundle * D // 32)
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #5ae5a12d
 @jit
@@ -153,8 +158,9 @@ def decode_step(thread, n, gate, plan, layers, eps, tag, token, position, slot, 
         barrier(gate, n)
         _attend_items(thread, n, plan, layers, i, tag, position, slot, rest)
         barrier(gate, n)
-        _merge_heads(plan, position, rest, record)
-        _add_product(layers[i, L_O_KIND], layers[i, L_O], record, q_rows, x, begin, end)
+        _merge_heads(thread, n, plan, position, rest, plan[RECORD])
+        barrier(gate, n)
+        _add_product(layers[i, L_O_KIND], layers[i, L_O], plan[RECORD], q_rows, x, begin, end)
         barrier(gate, n)
         _normed(plan, x, layers[i, L_FFN_NORM], record, eps)
         _gate_up(thread, n, plan, layers, i, record, plan[FFN_RECORD])
@@ -299,6 +305,15 @@ def aligned_zeros(num_bytes):
     start = -memory.ctypes.data % 64
     return memory[start:start + num_bytes]
 
+def lazy_zeros(num_bytes):
+    """uint8 zeros whose memory is taken page by page as it is written. Ordinary memory may come in huge pages of 2 MB, and a cache whose every layer
+    begins with a few rows would then be resident as a whole from the first token on"""
+    memory = mmap.mmap(-1, num_bytes + mmap.PAGESIZE)
+    if hasattr(mmap, 'MADV_NOHUGEPAGE'):
+        try: memory.madvise(mmap.MADV_NOHUGEPAGE)
+        except OSError: pass                                                   # a kernel without huge pages
+    return np.frombuffer(memory, np.uint8)[:num_bytes]
+
 def _lines(num_bytes): return (num_bytes + 63) // 64 * 64
 
 def buffer_sizes(config, max_rows, context_chunks, num_threads):
@@ -369,7 +384,7 @@ def _place_buffers(self: CpuRunner):
         address += _lines(size)
     element = 2 if self.kv_type == 'f16' else 4
     head_stride = chunks * CHUNK * c.head_dim * element
-    caches = aligned_zeros(2 * c.num_layers * self.num_slots * c.num_kv_heads * head_stride)
+    caches = lazy_zeros(2 * c.num_layers * self.num_slots * c.num_kv_heads * head_stride)
     self.memory.append(caches)
     half = c.num_layers * self.num_slots * c.num_kv_heads * head_stride
     for i in range(c.num_layers):
@@ -404,7 +419,7 @@ def _place_weights(self: CpuRunner, weights, progress):
         advance(weights[name])
         return values.ctypes.data
     factors = weights['rope_factors'].dequantize().reshape(-1) if 'rope_factors' in weights else None
-    table = rope_table(self.rope_memory.size // c.rope_dim, rope_frequencies(c, factors)).reshape(-1)
+    table = rope_table(self.rope_memory.size // c.rope_dim, model_frequencies(c, factors)).reshape(-1)
     self.rope_memory[:] = table
     orders = {name: half_split_order(heads, c.head_dim, c.rope_dim) for name, heads in (('attn.q', c.num_heads), ('attn.k', c.num_kv_heads))}
     for i in range(c.num_layers):
@@ -434,17 +449,9 @@ def _pack(self: CpuRunner, tensor, order=None):
 @patch
 def submit(self: CpuRunner, batch, sampling=None):
     "Compute a step; see `Runner.submit`"
-    SpecRunner.admit(self, batch)
-    wanted = batch.output_rows
-    logits = np.empty((len(wanted), self.config.vocab_size), np.float32)
-    if len(batch) == 1: self._decode(batch, logits)
-    else:
-        for start in range(0, len(batch), self.max_rows):
-            stop = min(start + self.max_rows, len(batch))
-            self._batch(batch, start, stop)
-            inside = np.flatnonzero((wanted >= start) & (wanted < stop))
-            if len(inside): logits[inside] = self._head(wanted[inside] - start)
-    if sampling is None: return StepResult(logits=logits)
+    check_batch(batch, self.config, self.lengths, self.max_context)
+    logits = self._decode(batch) if len(batch) == 1 else self._batch(batch)
+    if sampling is None: return StepResult(logits=logits.copy())              # the next step writes over this one's
     drawn = [sample(row, spec) for row, spec in zip(logits, sampling, strict=True)]
     return StepResult(np.array([d.token for d in drawn], np.int32), np.array([d.logprob for d in drawn], np.float32), None,
                       tuple((d.top_ids, d.top_logprobs) for d in drawn))
@@ -454,17 +461,24 @@ def collect(self: CpuRunner, handle): return handle
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #ced01682
 @patch
-def _decode(self: CpuRunner, batch, logits):
-    token, position, slot = int(batch.tokens[0]), int(batch.positions[0]), int(batch.slots[0])
+def _decode(self: CpuRunner, batch):
+    "One row -> logits (outputs, vocab), a view of the plan's buffer"
     if self.embed is not None: self._embed(batch.tokens)
-    self.team.run(decode_step, self.plan, self.layers, self.eps, self.kv_tag, token, position, slot, len(logits) > 0)
-    for row in logits: row[:] = self.logits[:len(row)]
+    self.team.run(decode_step, self.plan, self.layers, self.eps, self.kv_tag, int(batch.tokens[0]), int(batch.positions[0]), int(batch.slots[0]),
+                  len(batch.output_rows) > 0)
+    return np.broadcast_to(self.logits[:self.config.vocab_size], (len(batch.output_rows), self.config.vocab_size))
 
 @patch
-def _batch(self: CpuRunner, batch, start, stop):
-    tokens, positions, slots = (a[start:stop].astype(np.int64) for a in (batch.tokens, batch.positions, batch.slots))
-    if self.embed is not None: self._embed(tokens)
-    self.team.run(batch_step, self.plan, self.layers, self.eps, self.kv_tag, tokens, positions, slots, runs_of(slots))
+def _batch(self: CpuRunner, batch):
+    "Many rows, `max_rows` at a time -> logits (outputs, vocab)"
+    wanted, logits = batch.output_rows, np.empty((len(batch.output_rows), self.config.vocab_size), np.float32)
+    for start in range(0, len(batch), self.max_rows):
+        tokens, positions, slots = (a[start:start + self.max_rows].astype(np.int64) for a in (batch.tokens, batch.positions, batch.slots))
+        if self.embed is not None: self._embed(tokens)
+        self.team.run(batch_step, self.plan, self.layers, self.eps, self.kv_tag, tokens, positions, slots, runs_of(slots))
+        inside = np.flatnonzero((wanted >= start) & (wanted < start + len(tokens)))
+        if len(inside): logits[inside] = self._head(wanted[inside] - start)
+    return logits
 
 @patch
 def _head(self: CpuRunner, rows):

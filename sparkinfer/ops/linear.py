@@ -18,9 +18,9 @@ from .simd import (SIGNED, UNSIGNED, absolute, add, bits_or, broadcast_i8x4, dot
                                  prefetch, round_i32x8, splat, store, store_f16, store_i8x8, sum_lanes, to_f32x8, zero_f32x8, zero_i32x8, zero_i8x32)
 
 # %% ../../nbs/ops/01_linear.ipynb #f3ce9b4a
-def linear_spec(weight, x):
-    "y = x W^T. weight: (rows, cols) float32; x: (tokens, cols) float32 -> (tokens, rows) float32"
-    return np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
+def linear_spec(x, weight):
+    "y = W x for each row of x. x: (tokens, cols); weight: (rows, cols), stored as rows of outputs -> (tokens, rows)"
+    return x @ weight.T
 
 # %% ../../nbs/ops/01_linear.ipynb #230c8947
 def activation_bytes(columns):
