@@ -101,11 +101,12 @@ def choose_context(weights, kind, context, available):
 
 # %% ../nbs/10_llm.ipynb #6fc400c1
 class Progress:
-    "Shows loading and compiling, if it takes longer than `patience` seconds; close it when done. `report(stage, fraction)` hears of it too."
-    def __init__(self, label, stream=None, enabled=True, patience=0.5, report=lambda stage, fraction=None: None):
-        self.label, self.stream, self.enabled, self.patience, self.report = label, stream or sys.stderr, enabled, patience, report
+    "Shows loading and compiling, if it takes longer than `patience` seconds (0.5 on a terminal, else 3); close it when done. `report(stage, fraction)` hears of it too."
+    def __init__(self, label, stream=None, enabled=True, patience=None, report=lambda stage, fraction=None: None):
+        self.label, self.stream, self.enabled, self.report = label, stream or sys.stderr, enabled, report
         self.began, self.bar, self.said, self.kernels, self.compile_seconds = time.perf_counter(), None, set(), 0, 0.0
         self.terminal = hasattr(self.stream, 'isatty') and self.stream.isatty()
+        self.patience = patience if patience is not None else 0.5 if self.terminal else 3.0
 
     def say_once(self, key, text):
         if key not in self.said: print(text, file=self.stream, flush=True)
