@@ -189,3 +189,12 @@ def test_long_names_make_short_messages():
     with pytest.raises(FormatError, match='element 199999 .*55') as error: read_header(content, 'x')
     assert len(str(error.value)) < 400
     with pytest.raises(FormatError, match='65536 bytes long'): read_header(file([key(name + b'k', U32, bytes(4))]), 'x')
+
+
+def test_names_cannot_write_to_the_terminal(tmp_path):
+    "inspect prints names from the file: a line break or an escape code in one must not reach the screen"
+    evil = 'blk\n\x1b[2Jowned'
+    write_gguf(tmp_path/'evil.gguf', {evil: evil, 'general.architecture': evil}, {evil: np.ones(1, np.float32)})
+    with open_gguf(tmp_path/'evil.gguf') as checkpoint:
+        assert checkpoint.metadata[evil] == evil and evil in checkpoint.tensors
+        for text in (describe(checkpoint), repr(checkpoint), checkpoint._repr_markdown_()): assert '\x1b' not in text and 'owned' in text and '\nblk' not in text

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['NUMBER_SIZES', 'NUMBER_CODES', 'KINDS', 'DEEPEST_ARRAY', 'MISTAKES', 'PART_NAME', 'ARRAY_TYPES', 'Tensor',
-           'shape_text', 'size_text', 'Cursor', 'quoted', 'read_kind', 'read_value', 'read_array', 'read_strings',
-           'short_strings', 'read_version', 'Header', 'read_metadata', 'read_alignment', 'read_places', 'tensor_type',
-           'check_places', 'read_header', 'Checkpoint', 'totals_by_type', 'map_file', 'open_part', 'open_gguf',
-           'whole_number', 'split_paths', 'check_parts', 'kind_of', 'element_kind', 'pack_string', 'pack_value',
-           'as_tensor', 'write_gguf', 'value_text', 'describe', 'columns']
+           'shape_text', 'size_text', 'Cursor', 'quoted', 'printable', 'read_kind', 'read_value', 'read_array',
+           'read_strings', 'short_strings', 'read_version', 'Header', 'read_metadata', 'read_alignment', 'read_places',
+           'tensor_type', 'check_places', 'read_header', 'Checkpoint', 'totals_by_type', 'map_file', 'open_part',
+           'open_gguf', 'whole_number', 'split_paths', 'check_parts', 'kind_of', 'element_kind', 'pack_string',
+           'pack_value', 'as_tensor', 'write_gguf', 'value_text', 'describe', 'columns']
 
 # %% ../../nbs/formats/01_gguf.ipynb #affede59
 import math, mmap, os, re, struct
@@ -92,6 +92,8 @@ class Cursor:
 def quoted(name):
     "A name from the file for a message: its repr, cut short, since a name may be 65 kB of anything"
     return repr(name) if len(name) <= 80 else f'{name[:60]!r}… ({len(name)} characters)'
+
+def printable(name): return name if name.isprintable() and len(name) <= 80 else quoted(name)     # for a terminal: no line breaks, no escape codes
 
 NUMBER_SIZES = {code: struct.calcsize('<' + code) for code in 'BbHhIifQqd?'}
 
@@ -296,7 +298,7 @@ class Checkpoint:
 
     def __repr__(self):
         size = sum(t.size for t in self.tensors.values())
-        return (f'Checkpoint({self.path.name}: {self.metadata.get("general.architecture", "no architecture")}, {len(self.tensors)} tensors, {size_text(self.nbytes)}'
+        return (f'Checkpoint({self.path.name}: {printable(str(self.metadata.get("general.architecture", "no architecture")))}, {len(self.tensors)} tensors, {size_text(self.nbytes)}'
                 + (f', {8 * self.nbytes / size:.2f} bits per weight' if size else '') + (f', {len(self.paths)} parts' if len(self.paths) > 1 else '') + (', closed' if self.closed else '') + ')')
 
     def _repr_markdown_(self):
@@ -477,9 +479,9 @@ def describe(checkpoint) -> str:
     "Metadata, tensors, and totals by type of a checkpoint as plain text, some lines for each"
     lines = [f'{checkpoint.path}: GGUF version {checkpoint.version}, alignment {checkpoint.alignment}, {len(checkpoint.metadata)} keys, {len(checkpoint.tensors)} tensors']
     if len(checkpoint.paths) > 1: lines += [f'  part {i}: {p.name}' for i, p in enumerate(checkpoint.paths, 1)]
-    keys = [(key, checkpoint.kinds.get(key, ''), value_text(value)) for key, value in checkpoint.metadata.items()]
+    keys = [(printable(key), checkpoint.kinds.get(key, ''), value_text(value)) for key, value in checkpoint.metadata.items()]
     lines += ['', 'metadata'] + columns(keys, '<<<')
-    lines += ['', 'tensors'] + columns([(t.name, shape_text(t.shape), t.type.name, size_text(t.nbytes)) for t in checkpoint.tensors.values()], '<><>')
+    lines += ['', 'tensors'] + columns([(printable(t.name), shape_text(t.shape), t.type.name, size_text(t.nbytes)) for t in checkpoint.tensors.values()], '<><>')
     size, totals = sum(t.size for t in checkpoint.tensors.values()), totals_by_type(checkpoint)
     rows = [(name, f'{count} tensors', f'{n:,} weights', size_text(nbytes), f'{8 * nbytes / n:.2f} bits per weight') for name, count, n, nbytes in totals]
     if size: rows.append(('all', f'{len(checkpoint.tensors)} tensors', f'{size:,} weights', size_text(checkpoint.nbytes), f'{8 * checkpoint.nbytes / size:.2f} bits per weight'))
