@@ -217,7 +217,7 @@ def _messages(self: ChatTemplate, messages):
 
 @patch
 def render(self: ChatTemplate,
-    messages,                     # list of dicts with role and content
+    messages, /,                  # list of dicts with role and content
     add_generation_prompt=True,   # end with the beginning of the assistant's turn
     tools=None,                   # list of tool descriptions, for templates that know tools
     **kwargs                      # further variables that this template knows, such as enable_thinking
@@ -244,7 +244,7 @@ def _unused_character(*values):
 @patch
 def encode(self: ChatTemplate,
     messages,                     # list of dicts with role and content
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer, /,
     add_generation_prompt=True,   # end with the beginning of the assistant's turn
     tools=None,                   # list of tool descriptions, for templates that know tools
     **kwargs                      # further variables that this template knows, such as enable_thinking

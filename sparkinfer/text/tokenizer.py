@@ -92,7 +92,9 @@ def _any_of(texts):
 
 def _starts_of(texts):
     "A regular expression for the first character of each place where one of `texts` is spelled, places inside of another spelling too"
-    return re.compile(f'(?=(?:{"|".join(map(re.escape, filter(None, texts)))})).', re.S) if texts else re.compile('(?!)')
+    rests = {}                                        # by first character: a pattern that begins with a literal is searched for tens of times faster
+    for text in filter(None, texts): rests.setdefault(text[0], []).append(re.escape(text[1:]))
+    return re.compile('|'.join(f'{re.escape(first)}(?={"|".join(rest)})' for first, rest in rests.items()) or '(?!)')
 
 # %% ../../nbs/text/00_tokenizer.ipynb #2660a7b6
 class Tokenizer:
