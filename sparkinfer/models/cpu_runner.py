@@ -14,6 +14,7 @@ __all__ = ['PLAN', 'LAYER', 'NUM_LAYERS', 'HIDDEN', 'FFN', 'HEADS', 'KV_HEADS', 
 # %% ../../nbs/models/04_cpu_runner.ipynb #f1386280
 import mmap
 import os
+import time
 import numpy as np
 from ..errors import SparkinferError, UnsupportedError
 from ..jit import jit
@@ -25,7 +26,7 @@ from ..ops.linear import (SCRATCH_PER_BLOCK, activation_bytes, matmul, matvec, p
 from ..ops.norm_rope import half_split_order, rms_norm, rope, rope_table, swiglu
 from ..ops.sampling import sample
 from ..ops.simd import add, load_f32x8, store
-from ..ops.thread_team import ThreadTeam, barrier
+from ..ops.thread_team import Pace, ThreadTeam, barrier
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #3a1174c4
 PLAN = ('num_layers hidden ffn heads kv_heads head_dim rope_dim vocab context_chunks slot_stride head_stride '        # sizes
@@ -347,7 +348,7 @@ class CpuRunner:
         if kv_type not in ('f16', 'f32'): raise SparkinferError(f"kv_type is {kv_type!r}; use 'f16' or 'f32'")
         self.num_threads, self.kv_type, self.max_rows = num_threads or default_threads(), kv_type, (max_rows + 3) // 4 * 4
         self.kv_tag, self.config = KV_F16 if kv_type == 'f16' else KV_F32, None
-        self.team = ThreadTeam(self.num_threads)
+        self.team, self.pace = ThreadTeam(self.num_threads), Pace(self.num_threads)
 
     def load(self, weights, max_context=None, num_slots=1, progress=None):
         "Repack `weights` and make room; see `Runner.load`. The file's pages are released as they are repacked"
@@ -464,8 +465,10 @@ def collect(self: CpuRunner, handle): return handle
 def _decode(self: CpuRunner, batch):
     "One row -> logits (outputs, vocab), a view of the plan's buffer"
     if self.embed is not None: self._embed(batch.tokens)
+    stalls, start = self.team.stalls, time.perf_counter()
     self.team.run(decode_step, self.plan, self.layers, self.eps, self.kv_tag, int(batch.tokens[0]), int(batch.positions[0]), int(batch.slots[0]),
-                  len(batch.output_rows) > 0)
+                  len(batch.output_rows) > 0, threads=self.pace.threads)
+    self.pace.record(time.perf_counter() - start, self.team.stalls > stalls)
     return np.broadcast_to(self.logits[:self.config.vocab_size], (len(batch.output_rows), self.config.vocab_size))
 
 @patch

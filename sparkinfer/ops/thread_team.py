@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HAS_FUTEX', 'SPINS', 'WORD', 'GATE_BYTES', 'BARRIER_BYTES', 'atomic_add', 'atomic_load', 'atomic_store', 'pause',
-           'futex_wait', 'futex_wake', 'gate_wait', 'gate_open', 'barrier', 'ThreadTeam']
+           'futex_wait', 'futex_wake', 'gate_wait', 'gate_open', 'barrier', 'ThreadTeam', 'Pace']
 
 # %% ../../nbs/ops/07_thread_team.ipynb #08fc178d
 import os, sys, threading
@@ -74,7 +74,7 @@ def _syscall(b, address, operation, value):
 
 # %% ../../nbs/ops/07_thread_team.ipynb #233ea1bf
 WORD = 64                                      # one word a cache line, or threads that write neighbours slow each other down
-GATE_BYTES = 2 * WORD
+GATE_BYTES = 3 * WORD
 
 @jit
 def gate_wait(gate, seen, spins):
@@ -84,6 +84,7 @@ def gate_wait(gate, seen, spins):
         pause()
         spun += 1
         if spun > spins:
+            atomic_add(gate + 2 * WORD, 1)
             atomic_add(gate + WORD, 1)
             while atomic_load(gate) == seen: futex_wait(gate, seen & 0xffffffff)
             atomic_add(gate + WORD, -1)
@@ -115,7 +116,7 @@ class ThreadTeam:
         self.num_threads, self._pid, self._threads, self._lock = num_threads, None, [], threading.Lock()
 
     def _start(self):
-        self._memory = np.zeros(BARRIER_BYTES + 2 * GATE_BYTES + 2 * WORD, np.uint8)
+        self._memory = np.zeros(BARRIER_BYTES + 2 * GATE_BYTES + WORD, np.uint8)
         base = self._memory.ctypes.data + (-self._memory.ctypes.data) % WORD
         self._barrier, self._go, self._done = base, base + BARRIER_BYTES, base + BARRIER_BYTES + GATE_BYTES
         self._pid, self._work, self._errors, self._closing = os.getpid(), None, [], False
@@ -128,26 +129,33 @@ class ThreadTeam:
             gate_wait(self._go, seen, 20 * SPINS)
             seen += 1
             if self._closing: return
-            work, args = self._work
-            try: work(thread_id, self.num_threads, self._barrier, *args)
+            threads, work, args = self._work
+            try:
+                if thread_id < threads: work(thread_id, threads, self._barrier, *args)
             except BaseException as error: self._errors.append(error)
             gate_open(self._done)
             del work, args
 
-    def run(self, work, *args):
-        "Call work(thread_id, num_threads, barrier, *args) on all threads; an exception of any of them is raised here"
+    def run(self, work, *args, threads=None):
+        "Call work(thread_id, threads, barrier, *args) on all threads, or the first `threads` of them; an exception of any of them is raised here"
         with self._lock:
             if self._pid != os.getpid(): self._start()
-            others = self.num_threads - 1
-            if others == 0: return work(0, 1, self._barrier, *args)
-            self._work = work, args
-            target = _atomic_read(self._done) + others
+            threads = threads or self.num_threads
+            if threads == 1: return work(0, 1, self._barrier, *args)
+            self._work = threads, work, args
+            target = _atomic_read(self._done) + self.num_threads - 1
             gate_open(self._go)
-            try: work(0, self.num_threads, self._barrier, *args)
+            try: work(0, threads, self._barrier, *args)
             finally:
                 _wait_until(self._done, target)
                 self._work, errors, self._errors = None, self._errors, []
             if errors: raise errors[0]
+
+    @property
+    def stalls(self):
+        "How often a thread has had to sleep because another one was late, since the team began"
+        if self._pid != os.getpid(): return 0
+        return _atomic_read(self._barrier + 2 * WORD) + _atomic_read(self._done + 2 * WORD)
 
     def close(self):
         "End the threads; the team may be used again and then starts new ones"
@@ -166,3 +174,30 @@ def _wait_until(gate, target):
         seen = atomic_load(gate)
         if seen >= target: return
         gate_wait(gate, seen, SPINS)
+
+# %% ../../nbs/ops/07_thread_team.ipynb #179c68df
+class Pace:
+    "How many threads to use for the next step. `trial` steps decide between two counts; a decision holds for `hold` steps"
+    def __init__(self, num_threads, trial=8, hold=200):
+        self.most, self.threads, self.trial, self.hold = num_threads, num_threads, trial, hold
+        self.seconds, self.stalled, self.rest, self.before = [], 0, 0, None
+
+    def record(self, seconds, stalled):
+        "One step took `seconds` with `self.threads` threads; `stalled`: somebody slept. May change `self.threads`"
+        if self.most == 1: return
+        self.seconds.append(seconds)
+        self.stalled += stalled
+        self.rest = max(0, self.rest - 1)
+        if len(self.seconds) < self.trial: return
+        mean, stalled = sum(self.seconds) / len(self.seconds), self.stalled > self.trial // 2
+        self.seconds, self.stalled = [], 0
+        if self.before is not None: self._judge(mean)
+        elif self.rest == 0 and self.threads > 1 and stalled: self._try(self.threads - 1, mean)
+        elif self.rest == 0 and self.threads < self.most: self._try(self.threads + 1, mean)
+
+    def _try(self, threads, mean): self.before, self.threads = (self.threads, mean), threads
+
+    def _judge(self, mean):
+        threads, seconds = self.before
+        if mean > seconds: self.threads = threads
+        self.before, self.rest = None, self.hold
