@@ -235,7 +235,7 @@ class ServeCommand(Command):
             name, help = '--' + f.name.replace('_', '-'), f.metadata['help'][0].upper() + f.metadata['help'][1:] + '.'
             if isinstance(f.default, bool): return click.Option([name], is_flag=True, help=help)
             if isinstance(f.default, tuple): return click.Option([name], multiple=True, help=help)
-            return click.Option([name], type=str if f.default is None else type(f.default), default=f.default, show_default=f.default is not None, help=help)
+            return click.Option([name], type=f.type if f.type in (int, float) else str, default=f.default, show_default=f.default is not None, help=help)
         sampling = [click.Option(['--' + name.replace('_', '-')], type=KNOBS[name].kind, help='For requests that do not say: ' + KNOBS[name].meaning + '.') for name in SAMPLING if name != 'seed']
         own = super().get_params(ctx)
         return own[:-1] + [option(f) for f in fields(ServeSettings)] + sampling + own[-1:]       # --help stays last
@@ -349,7 +349,7 @@ def bench(model, contexts, prefill, tokens, rounds, threads, runner, compare, sa
             record |= dict(comparison=lines, **facts)
         else: rates, lines = c.bench([own], settings, cost, vocab, rounds, say), None
     finally: loaded.close()
-    table = f'{parts.name}, {threads} threads; memory {limit}\n\n' + speed.rate_table(rates, limit) + (f'\n\n{c.comparison_table(lines)}' if lines else '') + '\n'
+    table = f'{parts.name}, {threads} threads; memory {limit}\n\n' + c.bench_table(rates, cost, limit) + (f'\n\n{c.comparison_table(lines)}' if lines else '') + '\n'
     speed.report('bench-compare' if compare else 'bench', table, record | dict(rates=[r.record(limit) for r in rates]), save)
 
 # %% ../nbs/11_cli.ipynb #4ce20bc7

@@ -1,5 +1,5 @@
 "The command line as users meet it: processes, pipes, terminals, signals. What one command does is tested in nbs/11_cli.ipynb."
-import json, os, re, select, signal, socket, subprocess, sys, time
+import json, os, re, select, shutil, signal, socket, subprocess, sys, time, urllib.request
 from pathlib import Path
 import pytest
 from sparkinfer.formats.gguf import write_gguf
@@ -78,6 +78,25 @@ def test_a_taken_port_is_one_line():
         done = sparkinfer('serve', '--port', port, *SMALL, timeout=60)
     lines = [line for line in done.stderr.splitlines() if line.startswith('error: ')]
     assert done.returncode == 1 and len(lines) == 1 and str(port) in lines[0] and 'Traceback' not in done.stderr
+
+# ---- serve
+
+def test_serve_prints_a_curl_line_that_works_and_ctrl_c_ends_it():
+    server = subprocess.Popen(COMMAND + ['serve', '--port', '0', '--max-tokens', '8', *SMALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        lines = []
+        while not (lines and 'curl' in lines[-1]):
+            lines.append(server.stdout.readline())
+            assert lines[-1], server.stderr.read()
+        line = lines[-1].strip()
+        if shutil.which('curl'): answer = subprocess.run(['bash', '-c', line], capture_output=True, text=True, timeout=60, check=True).stdout
+        else:
+            url, body = line.split()[1], re.search(r"-d '(.*)'$", line)[1]
+            answer = urllib.request.urlopen(urllib.request.Request(url, body.encode(), {'Content-Type': 'application/json'}), timeout=60).read()
+        assert json.loads(answer)['usage']['completion_tokens'] <= 8
+    finally: server.send_signal(signal.SIGINT)
+    _, noise = server.communicate(timeout=30)
+    assert server.returncode in (0, 130) and 'Traceback' not in noise and 'temperature' in noise       # the defaults are shown
 
 # ---- streams
 

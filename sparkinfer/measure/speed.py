@@ -146,8 +146,8 @@ class Bandwidth:
 
 # %% ../../nbs/measure/00_speed.ipynb #6b101e64
 @cache
-def memory_bandwidth(threads=None, rounds=5):
-    "Best read rate over `rounds` and both kernels, with one thread and with `threads` (default: all cores); measured once per process (about 0.3 s and 256 MB)"
+def memory_bandwidth(threads=None, rounds=12):
+    "Best read rate over `rounds` and both kernels, with one thread and with `threads` (default: all cores); measured once per process (about 0.5 s and 256 MB)"
     threads = threads or cpu_count()
     size = max(256 << 20, 4 * cache_bytes())
     buffer = np.ones(min(size, memory_available() // 4) // 4096 // threads * threads * 512, np.int64)   # ones, not zeros: pages must be real
