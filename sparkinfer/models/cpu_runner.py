@@ -19,8 +19,8 @@ import numpy as np
 from ..errors import SparkinferError, UnsupportedError
 from ..jit import jit
 from .forward import StepResult, check_batch, model_frequencies
-from ..ops.attention import (CHUNK, KV_F16, KV_F32, PARTIAL_HEADER, attend_chunk, chunk_floats, merge, merge_finish, merge_reset, prefetch_part,
-                                      write_key, write_value)
+from ..ops.attention import (CHUNK, KV_F16, KV_F32, PARTIAL_HEADER, attend_chunk, element_bytes, merge, merge_finish, merge_reset, write_key,
+                                      write_value)
 from ..ops.linear import (SCRATCH_PER_BLOCK, activation_bytes, matmul, matvec, pack, packed_bytes, quantize_activation, read_row, tile,
                                    tile_kind, tile_rows, tile_stride)
 from ..ops.norm_rope import half_split_order, rms_norm, rope, rope_table, swiglu
@@ -86,9 +86,8 @@ def _partial_bytes(plan): return PARTIAL_HEADER + 4 * plan[HEAD_DIM]
 def _attend_items(thread, n, plan, layers, i, tag, position, slot, mine):
     D, group, chunks = plan[HEAD_DIM], plan[HEADS] // plan[KV_HEADS], position // CHUNK + 1
     q_rows, kv_rows = plan[HEADS] * D, plan[KV_HEADS] * D
-    turned, key = mine, mine + 4 * group * D
-    scores, floats = key + 4 * D, key + 4 * D + 4 * CHUNK
-    scale, size = _f(1) / _f(np.sqrt(_f(D))), _partial_bytes(plan)
+    turned, key, scores = mine, mine + 4 * group * D, mine + 4 * (group + 1) * D
+    scale, size, chunk_bytes = _f(1) / _f(np.sqrt(_f(D))), _partial_bytes(plan), CHUNK * D * element_bytes(tag)
     begin, end = share(plan[KV_HEADS] * chunks, thread, n)
     for item in range(begin, end):
         g, chunk = item // chunks, item % chunks
@@ -100,13 +99,8 @@ def _attend_items(thread, n, plan, layers, i, tag, position, slot, mine):
             _rope_head(plan, plan[QKV] + 4 * (q_rows + D * g), position, key)
             write_key(tag, keys, position, D, key)
             write_value(tag, values, position, D, plan[QKV] + 4 * (q_rows + kv_rows + D * g))
-        count = min(CHUNK, position + 1 - chunk * CHUNK)
-        k = chunk_floats(tag, keys, chunk, D, count, floats)
-        v = chunk_floats(tag, values, chunk, D, count, floats + 4 * CHUNK * D)
-        for h in range(group):
-            prefetch_part(tag, keys, chunk + 1, D, h, group)
-            prefetch_part(tag, values, chunk + 1, D, h, group)
-            attend_chunk(turned + 4 * D * h, k, v, count, D, scale, scores, plan[PARTIALS] + ((g * group + h) * chunks + chunk) * size)
+        attend_chunk(tag, turned, group, keys + chunk * chunk_bytes, values + chunk * chunk_bytes, min(CHUNK, position + 1 - chunk * CHUNK), D, scale, scores,
+                     plan[PARTIALS] + (chunk * plan[HEADS] + g * group) * size, size)
 
 @jit
 def _merge_heads(thread, n, plan, position, state, record):
@@ -118,7 +112,7 @@ def _merge_heads(thread, n, plan, position, state, record):
     begin, end = share(plan[HEADS] // bundle, thread, n)
     for h in range(begin * bundle, end * bundle):
         merge_reset(state, D)
-        for chunk in range(chunks): merge(state, plan[PARTIALS] + (h * chunks + chunk) * size, D)
+        for chunk in range(chunks): merge(state, plan[PARTIALS] + (chunk * plan[HEADS] + h) * size, D)
         merge_finish(state, D, record + 4 * D * h)
     quantize_activation(record, plan[HEADS] * D, begin * bundle * D // 32, end * bundle * D // 32)
 
@@ -174,7 +168,7 @@ def decode_step(thread, n, gate, plan, layers, eps, tag, token, position, slot, 
         matvec(plan[HEAD_KIND], plan[HEAD], record, hidden, plan[LOGITS], a, b)
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #80c8c2bb
-RUN = 8                                        # rows of one sequence that share a converted chunk
+RUN = 8                                        # rows of one sequence that share a chunk while it is in the cache of the core
 
 @jit
 def _matmul_share(thread, n, kind, weights, records, record_stride, rows, columns, out, out_rows, scratch):
@@ -211,21 +205,17 @@ def _attend_run(plan, layers, i, tag, first, count, position, slot, mine):
     D, kv_heads, group = plan[HEAD_DIM], plan[KV_HEADS], plan[HEADS] // plan[KV_HEADS]
     size, scale, width = _partial_bytes(plan), _f(1) / _f(np.sqrt(_f(D))), 4 * D * (plan[HEADS] + 2 * kv_heads)
     states, partial = mine, mine + RUN * group * size
-    scores, floats = partial + size, partial + size + 4 * CHUNK
-    last = position + count - 1
+    scores, last, chunk_bytes = partial + group * size, position + count - 1, CHUNK * D * element_bytes(tag)
     for g in range(kv_heads):
         at = slot * plan[SLOT_STRIDE] + g * plan[HEAD_STRIDE]
         for s in range(count * group): merge_reset(states + s * size, D)
         for chunk in range(last // CHUNK + 1):
-            seen = min(CHUNK, last + 1 - chunk * CHUNK)
-            k = chunk_floats(tag, layers[i, L_KEYS] + at, chunk, D, seen, floats)
-            v = chunk_floats(tag, layers[i, L_VALUES] + at, chunk, D, seen, floats + 4 * CHUNK * D)
+            k, v = layers[i, L_KEYS] + at + chunk * chunk_bytes, layers[i, L_VALUES] + at + chunk * chunk_bytes
             for r in range(count):
                 visible = min(CHUNK, position + r + 1 - chunk * CHUNK)
                 if visible <= 0: continue
-                for h in range(group):
-                    attend_chunk(plan[QKV] + (first + r) * width + 4 * D * (g * group + h), k, v, visible, D, scale, scores, partial)
-                    merge(states + (r * group + h) * size, partial, D)
+                attend_chunk(tag, plan[QKV] + (first + r) * width + 4 * D * g * group, group, k, v, visible, D, scale, scores, partial, size)
+                for h in range(group): merge(states + (r * group + h) * size, partial + h * size, D)
         for r in range(count):
             for h in range(group):
                 merge_finish(states + (r * group + h) * size, D, plan[RECORD] + (first + r) * plan[RECORD_STRIDE] + 4 * D * (g * group + h))
@@ -323,7 +313,7 @@ def buffer_sizes(config, max_rows, context_chunks, num_threads):
     group, partial = c.num_heads // c.num_kv_heads, PARTIAL_HEADER + 4 * D
     record, ffn_record = activation_bytes(max(c.hidden_size, c.query_size)), activation_bytes(c.intermediate_size)
     unpack = SCRATCH_PER_BLOCK * max(c.hidden_size, c.query_size, c.intermediate_size) // 32
-    attend = (RUN * group + 1) * partial + 4 * CHUNK + 8 * CHUNK * D + 4 * (group + 1) * D
+    attend = (RUN + 1) * group * partial + 12 * CHUNK + 4 * (group + 1) * D
     scratch = _lines(max(unpack, record + max(attend, 4 * D * (c.num_heads + 1)))) + 4096
     return dict(x=4 * c.hidden_size * max_rows, qkv=4 * (c.query_size + 2 * c.kv_size) * max_rows, partials=c.num_heads * context_chunks * partial,
                 ffn_record=ffn_record * max_rows, record=record * max_rows, gate=4 * c.intermediate_size * max_rows, up=4 * c.intermediate_size * max_rows,

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['CHUNK', 'KV_F16', 'KV_F32', 'PARTIAL_HEADER', 'softmax_spec', 'attention_weights_spec', 'attention_spec', 'is_f32',
-           'write_key', 'write_value', 'chunk_floats', 'prefetch_part', 'attend_chunk', 'merge_reset', 'merge',
-           'merge_finish']
+           'write_key', 'write_value', 'element_bytes', 'load8', 'attend_chunk', 'merge_reset', 'merge', 'merge_finish']
 
 # %% ../../nbs/ops/03_attention.ipynb #8d812944
 from llvmlite import ir
@@ -67,83 +66,142 @@ def write_value(tag, cache, position, head_dim, value):
         if is_f32(tag): store(cache + 4 * (position * head_dim + i), load_f32x8(value + 4 * i))
         else: store_f16x8(cache + 2 * (position * head_dim + i), load_f32x8(value + 4 * i))
 
+# %% ../../nbs/ops/03_attention.ipynb #d35532ab
 @jit
-def chunk_floats(tag, cache, chunk, head_dim, count, scratch):
-    "Address of a chunk's keys or values as float32: the cache itself, or `scratch` after converting `count` positions (rounded up to 8)"
-    start = cache + chunk * CHUNK * head_dim * (4 if is_f32(tag) else 2)
-    if is_f32(tag): return start
-    for i in range((count + 7) // 8 * head_dim): store(scratch + 32 * i, load_f16x8(start + 16 * i))
-    return scratch
+def element_bytes(tag): return 4 if is_f32(tag) else 2
 
-# %% ../../nbs/ops/03_attention.ipynb #2aace056
 @jit
-def prefetch_part(tag, cache, chunk, head_dim, part, parts):
-    "Ask for one of `parts` equal parts of a chunk of keys or values"
-    size = CHUNK * head_dim * (4 if is_f32(tag) else 2)
-    start = cache + chunk * size
-    for i in range(size * part // parts // 64 * 64, size * (part + 1) // parts, 64): prefetch(start + i)
+def load8(tag, address): return load_f32x8(address) if is_f32(tag) else load_f16x8(address)
+
+@jit
+def _scores_1(tag, q, keys, head_dim, scale, out):
+    "Scores of 32 positions of one head: float32[32] at `out`"
+    a0, a1, a2, a3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
+    row = 8 * element_bytes(tag)
+    step = row * head_dim
+    for i in range(head_dim):
+        x, k = splat(load_f32(q + 4 * i)), keys + row * i
+        a0, a1 = fma(load8(tag, k), x, a0), fma(load8(tag, k + step), x, a1)
+        a2, a3 = fma(load8(tag, k + 2 * step), x, a2), fma(load8(tag, k + 3 * step), x, a3)
+        prefetch(keys + 8 * step + 4 * row * i)
+    s = splat(scale)
+    store(out, mul(a0, s)); store(out + 32, mul(a1, s)); store(out + 64, mul(a2, s)); store(out + 96, mul(a3, s))
+
+@jit
+def _scores_2(tag, q, keys, head_dim, scale, out):
+    "The same for two heads, whose scores are CHUNK floats apart"
+    a0, a1, a2, a3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
+    b0, b1, b2, b3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
+    row = 8 * element_bytes(tag)
+    step, p = row * head_dim, q + 4 * head_dim
+    for i in range(head_dim):
+        x, y, k = splat(load_f32(q + 4 * i)), splat(load_f32(p + 4 * i)), keys + row * i
+        w = load8(tag, k)
+        a0, b0 = fma(w, x, a0), fma(w, y, b0)
+        w = load8(tag, k + step)
+        a1, b1 = fma(w, x, a1), fma(w, y, b1)
+        w = load8(tag, k + 2 * step)
+        a2, b2 = fma(w, x, a2), fma(w, y, b2)
+        w = load8(tag, k + 3 * step)
+        a3, b3 = fma(w, x, a3), fma(w, y, b3)
+        prefetch(keys + 8 * step + 4 * row * i)
+    s, o = splat(scale), out + 4 * CHUNK
+    store(out, mul(a0, s)); store(out + 32, mul(a1, s)); store(out + 64, mul(a2, s)); store(out + 96, mul(a3, s))
+    store(o, mul(b0, s)); store(o + 32, mul(b1, s)); store(o + 64, mul(b2, s)); store(o + 96, mul(b3, s))
+
+@jit
+def _scores_3(tag, q, keys, head_dim, scale, out):
+    "The same for three heads"
+    a0, a1, a2, a3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
+    b0, b1, b2, b3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
+    c0, c1, c2, c3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
+    row = 8 * element_bytes(tag)
+    step, p, r = row * head_dim, q + 4 * head_dim, q + 8 * head_dim
+    for i in range(head_dim):
+        x, y, z, k = splat(load_f32(q + 4 * i)), splat(load_f32(p + 4 * i)), splat(load_f32(r + 4 * i)), keys + row * i
+        w = load8(tag, k)
+        a0, b0, c0 = fma(w, x, a0), fma(w, y, b0), fma(w, z, c0)
+        w = load8(tag, k + step)
+        a1, b1, c1 = fma(w, x, a1), fma(w, y, b1), fma(w, z, c1)
+        w = load8(tag, k + 2 * step)
+        a2, b2, c2 = fma(w, x, a2), fma(w, y, b2), fma(w, z, c2)
+        w = load8(tag, k + 3 * step)
+        a3, b3, c3 = fma(w, x, a3), fma(w, y, b3), fma(w, z, c3)
+        prefetch(keys + 8 * step + 4 * row * i)
+    s, o, t = splat(scale), out + 4 * CHUNK, out + 8 * CHUNK
+    store(out, mul(a0, s)); store(out + 32, mul(a1, s)); store(out + 64, mul(a2, s)); store(out + 96, mul(a3, s))
+    store(o, mul(b0, s)); store(o + 32, mul(b1, s)); store(o + 64, mul(b2, s)); store(o + 96, mul(b3, s))
+    store(t, mul(c0, s)); store(t + 32, mul(c1, s)); store(t + 64, mul(c2, s)); store(t + 96, mul(c3, s))
 
 # %% ../../nbs/ops/03_attention.ipynb #6978b005
 @jit
-def _scores_32(q, keys, head_dim, scale, out):
-    "Scores of 32 positions; the second half of a chunk is a second call"
+def _values_1(tag, weights, values, row, count, out):
+    "32 channels: sum over positions of weight * value. `row`: bytes from one position to the next"
     a0, a1, a2, a3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
-    step = 32 * head_dim
-    for i in range(head_dim):
-        x, k = splat(load_f32(q + 4 * i)), keys + 32 * i
-        a0, a1 = fma(load_f32x8(k), x, a0), fma(load_f32x8(k + step), x, a1)
-        a2, a3 = fma(load_f32x8(k + 2 * step), x, a2), fma(load_f32x8(k + 3 * step), x, a3)
-    s = splat(scale)
-    store(out, mul(a0, s)); store(out + 32, mul(a1, s)); store(out + 64, mul(a2, s)); store(out + 96, mul(a3, s))
+    e = 8 * element_bytes(tag)
+    for t in range(count):
+        v, x = values + row * t, splat(load_f32(weights + 4 * t))
+        a0, a1 = fma(load8(tag, v), x, a0), fma(load8(tag, v + e), x, a1)
+        a2, a3 = fma(load8(tag, v + 2 * e), x, a2), fma(load8(tag, v + 3 * e), x, a3)
+        prefetch(v + CHUNK * row)
+    store(out, a0); store(out + 32, a1); store(out + 64, a2); store(out + 96, a3)
 
 @jit
-def _scores_64(q, keys, head_dim, scale, out):
+def _values_2(tag, weights, values, row, count, out, out_stride):
     a0, a1, a2, a3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
-    a4, a5, a6, a7 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
-    step = 32 * head_dim
-    for i in range(head_dim):
-        x, k = splat(load_f32(q + 4 * i)), keys + 32 * i
-        a0, a1 = fma(load_f32x8(k), x, a0), fma(load_f32x8(k + step), x, a1)
-        a2, a3 = fma(load_f32x8(k + 2 * step), x, a2), fma(load_f32x8(k + 3 * step), x, a3)
-        k += 4 * step
-        a4, a5 = fma(load_f32x8(k), x, a4), fma(load_f32x8(k + step), x, a5)
-        a6, a7 = fma(load_f32x8(k + 2 * step), x, a6), fma(load_f32x8(k + 3 * step), x, a7)
-    s = splat(scale)
-    store(out, mul(a0, s)); store(out + 32, mul(a1, s)); store(out + 64, mul(a2, s)); store(out + 96, mul(a3, s))
-    store(out + 128, mul(a4, s)); store(out + 160, mul(a5, s)); store(out + 192, mul(a6, s)); store(out + 224, mul(a7, s))
+    b0, b1, b2, b3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
+    e = 8 * element_bytes(tag)
+    for t in range(count):
+        v, x, y = values + row * t, splat(load_f32(weights + 4 * t)), splat(load_f32(weights + 4 * (t + CHUNK)))
+        w = load8(tag, v)
+        a0, b0 = fma(w, x, a0), fma(w, y, b0)
+        w = load8(tag, v + e)
+        a1, b1 = fma(w, x, a1), fma(w, y, b1)
+        w = load8(tag, v + 2 * e)
+        a2, b2 = fma(w, x, a2), fma(w, y, b2)
+        w = load8(tag, v + 3 * e)
+        a3, b3 = fma(w, x, a3), fma(w, y, b3)
+        prefetch(v + CHUNK * row)
+    store(out, a0); store(out + 32, a1); store(out + 64, a2); store(out + 96, a3)
+    o = out + out_stride
+    store(o, b0); store(o + 32, b1); store(o + 64, b2); store(o + 96, b3)
 
-# %% ../../nbs/ops/03_attention.ipynb #3b1f58fa
 @jit
-def _weighted_values(weights, values, head_dim, count, out):
-    "sum over positions of weight * value, 64 channels at a time and the rest 8 at a time"
-    for c in range(0, head_dim // 64 * 64, 64):
-        a0, a1, a2, a3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
-        a4, a5, a6, a7 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
-        v = values + 4 * c
-        for t in range(count):
-            w = splat(load_f32(weights + 4 * t))
-            a0, a1, a2, a3 = fma(load_f32x8(v), w, a0), fma(load_f32x8(v + 32), w, a1), fma(load_f32x8(v + 64), w, a2), fma(load_f32x8(v + 96), w, a3)
-            a4, a5, a6, a7 = fma(load_f32x8(v + 128), w, a4), fma(load_f32x8(v + 160), w, a5), fma(load_f32x8(v + 192), w, a6), fma(load_f32x8(v + 224), w, a7)
-            v += 4 * head_dim
-        o = out + 4 * c
-        store(o, a0); store(o + 32, a1); store(o + 64, a2); store(o + 96, a3)
-        store(o + 128, a4); store(o + 160, a5); store(o + 192, a6); store(o + 224, a7)
-    for c in range(head_dim // 64 * 64, head_dim, 8):
-        a, v = zero_f32x8(), values + 4 * c
-        for t in range(count):
-            a = fma(load_f32x8(v), splat(load_f32(weights + 4 * t)), a)
-            v += 4 * head_dim
-        store(out + 4 * c, a)
+def _values_3(tag, weights, values, row, count, out, out_stride):
+    a0, a1, a2, a3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
+    b0, b1, b2, b3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
+    c0, c1, c2, c3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
+    e = 8 * element_bytes(tag)
+    for t in range(count):
+        v, x, y = values + row * t, splat(load_f32(weights + 4 * t)), splat(load_f32(weights + 4 * (t + CHUNK)))
+        z, w = splat(load_f32(weights + 4 * (t + 2 * CHUNK))), load8(tag, v)
+        a0, b0, c0 = fma(w, x, a0), fma(w, y, b0), fma(w, z, c0)
+        w = load8(tag, v + e)
+        a1, b1, c1 = fma(w, x, a1), fma(w, y, b1), fma(w, z, c1)
+        w = load8(tag, v + 2 * e)
+        a2, b2, c2 = fma(w, x, a2), fma(w, y, b2), fma(w, z, c2)
+        w = load8(tag, v + 3 * e)
+        a3, b3, c3 = fma(w, x, a3), fma(w, y, b3), fma(w, z, c3)
+        prefetch(v + CHUNK * row)
+    o, p = out + out_stride, out + 2 * out_stride
+    store(out, a0); store(out + 32, a1); store(out + 64, a2); store(out + 96, a3)
+    store(o, b0); store(o + 32, b1); store(o + 64, b2); store(o + 96, b3)
+    store(p, c0); store(p + 32, c1); store(p + 64, c2); store(p + 96, c3)
 
-# %% ../../nbs/ops/03_attention.ipynb #d35532ab
+@jit
+def _values_narrow(tag, weights, values, row, count, out):
+    "Eight channels of one head: what is left of a head that is not a multiple of 32 wide"
+    a = zero_f32x8()
+    for t in range(count): a = fma(load8(tag, values + row * t), splat(load_f32(weights + 4 * t)), a)
+    store(out, a)
+
+# %% ../../nbs/ops/03_attention.ipynb #0a724c13
 PARTIAL_HEADER = 32                           # bytes before o
 
 @jit
-def attend_chunk(q, keys, values, count, head_dim, scale, scores, partial):
-    "One query head (float32[head_dim] at `q`) against the first `count` positions of a chunk; `scores` is scratch of CHUNK floats"
+def _softmax_chunk(scores, count, partial):
+    "Scores of one head -> e^(score - m) in place; m and their sum to the partial's header"
     groups = (count + 7) // 8
-    if count > 32: _scores_64(q, keys, head_dim, scale, scores)
-    else: _scores_32(q, keys, head_dim, scale, scores)
     for t in range(count, 8 * groups): store(scores + 4 * t, _LOWEST)
     largest = load_f32x8(scores)
     for t in range(1, groups): largest = maximum(largest, load_f32x8(scores + 32 * t))
@@ -155,7 +213,36 @@ def attend_chunk(q, keys, values, count, head_dim, scale, scores, partial):
         total = add(total, e)
     store(partial, m)
     store(partial + 4, sum_lanes(total))
-    _weighted_values(scores, values, head_dim, count, partial + PARTIAL_HEADER)
+
+@jit
+def _attend_rows(tag, q, rows, keys, values, count, head_dim, scale, scores, partial, stride):
+    "One, two or three heads against a chunk"
+    size = element_bytes(tag)
+    for half in range(2 if count > 32 else 1):
+        k, s = keys + half * 32 * head_dim * size, scores + 128 * half
+        if rows == 3: _scores_3(tag, q, k, head_dim, scale, s)
+        elif rows == 2: _scores_2(tag, q, k, head_dim, scale, s)
+        else: _scores_1(tag, q, k, head_dim, scale, s)
+    for r in range(rows): _softmax_chunk(scores + 4 * CHUNK * r, count, partial + stride * r)
+    row, o = head_dim * size, partial + PARTIAL_HEADER
+    for c in range(0, head_dim // 32 * 32, 32):
+        v = values + size * c
+        if rows == 3: _values_3(tag, scores, v, row, count, o + 4 * c, stride)
+        elif rows == 2: _values_2(tag, scores, v, row, count, o + 4 * c, stride)
+        else: _values_1(tag, scores, v, row, count, o + 4 * c)
+    for c in range(head_dim // 32 * 32, head_dim, 8):
+        for r in range(rows): _values_narrow(tag, scores + 4 * CHUNK * r, values + size * c, row, count, o + stride * r + 4 * c)
+
+@jit
+def attend_chunk(tag, q, heads, keys, values, count, head_dim, scale, scores, partial, stride):
+    """`heads` query heads of one group (float32[head_dim] each, at `q`) against the first `count` positions of a chunk of the cache.
+    scores: scratch of 3 * CHUNK floats; partials `stride` bytes apart"""
+    done = 0
+    while done < heads:
+        left = heads - done
+        rows = 3 if left == 3 or left > 4 else 2 if left >= 2 else 1           # 4 is two and two
+        _attend_rows(tag, q + 4 * head_dim * done, rows, keys, values, count, head_dim, scale, scores, partial + stride * done, stride)
+        done += rows
 
 @jit
 def merge_reset(state, head_dim):

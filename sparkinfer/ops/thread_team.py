@@ -189,15 +189,15 @@ class Pace:
         self.stalled += stalled
         self.rest = max(0, self.rest - 1)
         if len(self.seconds) < self.trial: return
-        mean, stalled = sum(self.seconds) / len(self.seconds), self.stalled > self.trial // 2
+        middle, stalled = sorted(self.seconds)[self.trial // 2], self.stalled > self.trial // 2      # a median: the first step loads its kernel
         self.seconds, self.stalled = [], 0
-        if self.before is not None: self._judge(mean)
-        elif self.rest == 0 and self.threads > 1 and stalled: self._try(self.threads - 1, mean)
-        elif self.rest == 0 and self.threads < self.most: self._try(self.threads + 1, mean)
+        if self.before is not None: self._judge(middle)
+        elif self.rest == 0 and self.threads > 1 and stalled: self._try(self.threads - 1, middle)
+        elif self.rest == 0 and self.threads < self.most: self._try(self.threads + 1, middle)
 
-    def _try(self, threads, mean): self.before, self.threads = (self.threads, mean), threads
+    def _try(self, threads, seconds): self.before, self.threads = (self.threads, seconds), threads
 
-    def _judge(self, mean):
-        threads, seconds = self.before
-        if mean > seconds: self.threads = threads
+    def _judge(self, seconds):
+        threads, before = self.before
+        if seconds > before: self.threads = threads
         self.before, self.rest = None, self.hold
