@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['SAMPLING', 'model_option', 'CHAT_HELP', 'OneLine', 'explain', 'Command', 'Group', 'cli', 'main', 'sampling_options',
-           'load_options', 'Numbers', 'read_prompt', 'peak_memory', 'stats_text', 'completion_record', 'run',
-           'show_answer', 'chat_command', 'read_line', 'chat', 'say', 'chat_greeting', 'ServeCommand', 'serve',
+           'load_options', 'Numbers', 'read_prompt', 'peak_memory', 'shown_params', 'stats_text', 'completion_record',
+           'run', 'show_answer', 'chat_command', 'read_line', 'chat', 'say', 'chat_greeting', 'ServeCommand', 'serve',
            'inspect', 'inspect_record', 'shown_size', 'shown_path', 'pull', 'list_command', 'rm', 'warmup', 'bench',
            'evaluate', 'eval_kl_command', 'eval_logits_command']
 
 # %% ../nbs/11_cli.ipynb #7a084505
-import json, os, sys, time
+import errno, json, os, sys, time
 import click
 import sparkinfer
 from .errors import RequestError, SparkinferError
@@ -25,6 +25,7 @@ def explain(error):
     if isinstance(error, SparkinferError): return str(error)
     if isinstance(error, MemoryError): return 'not enough memory; a smaller --context or a smaller model may fit'
     if isinstance(error, OSError) and error.filename is not None: return f'cannot use {error.filename}: {error.strerror}'
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC: return 'the output cannot be written: no space left'
 
 # %% ../nbs/11_cli.ipynb #a4d7c3a7
 class Command(click.Command):
@@ -110,12 +111,19 @@ def read_prompt(prompt):
 # %% ../nbs/11_cli.ipynb #b5b45938
 def peak_memory():
     "Largest resident size of this process so far, in bytes; None where the system does not tell"
+    try: return next(int(line.split()[1]) << 10 for line in open('/proc/self/status') if line.startswith('VmHWM'))
+    except (OSError, StopIteration): pass      # not Linux; there `ru_maxrss` also counts what the process was before it became us
     try: import resource
     except ImportError: return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
+# %% ../nbs/11_cli.ipynb #37c52940
+def shown_params(params):
+    "What an answer was sampled with, less what is off: 'temperature 0.8, top_k 40, …'"
+    return ', '.join(f'{name} {getattr(params, name)}' for name in SAMPLING if getattr(params, name) not in (None, 0) and (name, getattr(params, name)) != ('repetition_penalty', 1))
+
 # %% ../nbs/11_cli.ipynb #13ac157e
-def stats_text(llm, completion, load_seconds):
+def stats_text(llm, completion, load_seconds, params):
     "Several lines for people: rates, bytes and the share of this machine's bandwidth, memory, and what the answer was sampled with"
     from sparkinfer.measure.compare import ModelCost
     from sparkinfer.measure.speed import memory_bandwidth
@@ -125,7 +133,7 @@ def stats_text(llm, completion, load_seconds):
     lines = [f'prompt   {usage.prompt_tokens} tokens, {t.prompt_per_second:.1f} tok/s',
              f'answer   {usage.completion_tokens} tokens, {t.decode_per_second:.1f} tok/s, {rate / 1e9:.2f} GB/s = {100 * rate / limit.ceiling:.0f} % of the measured {limit.ceiling / 1e9:.1f} GB/s',
              f'loading  {load_seconds:.2f} s, first token {t.prompt_seconds:.2f} s later' + (f'; peak memory {peak / 1e6:.0f} MB' if peak else ''),
-             f'with     {llm!r}; ' + ', '.join(f'{name} {value}' for name, value, _ in llm.engine.defaults.rows() if name != 'max_tokens') + f'; seed {completion.seed}']
+             f'with     {llm!r}; {shown_params(params)}']
     return '\n'.join(lines)
 
 # %% ../nbs/11_cli.ipynb #e7606136
@@ -156,7 +164,7 @@ def run(prompt, model, sampling, system, raw, as_json, stats, quiet, **load):
         answer = llm.stream(text if raw or llm.parts.template is None else messages, **sampling)
         completion = show_answer(answer, quiet=as_json)
         if as_json: click.echo(json.dumps(completion_record(llm, completion), ensure_ascii=False))
-        if stats: click.echo(stats_text(llm, completion, loaded), err=True)
+        if stats: click.echo(stats_text(llm, completion, loaded, answer.events.params), err=True)
         if completion.finish_reason == 'cancelled': sys.exit(130)
 
 # %% ../nbs/11_cli.ipynb #2fafd1dc

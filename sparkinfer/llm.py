@@ -132,7 +132,7 @@ class Progress:
     def close(self):
         if self.bar is not None: self.bar.close()
         if self.enabled and self.kernels and self.terminal: print('\r\x1b[K', end='', file=self.stream, flush=True)
-        if self.enabled and self.compile_seconds > 2: print(f'compiled {self.kernels} kernels in {self.compile_seconds:.1f} s', file=self.stream, flush=True)
+        if self.enabled and self.compile_seconds > 2: print(f'compiled {self.kernels} kernel{"s" * (self.kernels > 1)} in {self.compile_seconds:.1f} s', file=self.stream, flush=True)
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
 

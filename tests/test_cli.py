@@ -205,6 +205,19 @@ def test_importing_the_package_is_light():
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     assert done.stdout.splitlines()[0] == '[]', done.stdout + done.stderr
 
+@pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='needs /proc')
+def test_peak_memory_stays_near_the_file(warm):
+    "With compiled code in the cache and a context of 2,048, at most 250 MB more than the file"
+    done = sparkinfer('run', 'Hi', '--max-tokens', '4', '--context', '2048', '--stats')
+    peak = float(re.search(r'peak memory (\d+) MB', done.stderr)[1])
+    size = json.loads(sparkinfer('list', '--json').stdout)
+    assert peak <= next(m['size'] for m in size if m['name'] == 'smollm2') / 1e6 + 250
+
+def test_a_full_disk_is_one_line():
+    if not os.path.exists('/dev/full'): pytest.skip('needs /dev/full')
+    with open('/dev/full', 'w') as full: done = subprocess.run(COMMAND + ['run', 'Hi', '--max-tokens', '2', *SMALL], stdout=full, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 1 and re.fullmatch(r'error: .*no space.*\n', said(done))
+
 # ---- looking into files
 
 def test_inspect_shows_types_and_sizes():
