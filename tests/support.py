@@ -1,7 +1,7 @@
 """Test doubles: a tokenizer of bytes and a model that says what a script tells it, with the interfaces of the real ones.
 
 With them a test knows every token in advance, so that half an emoji, a stop string over three tokens or a fault at step 7 happen exactly when wanted."""
-import time
+import re, time
 from dataclasses import dataclass
 import numpy as np
 from sparkinfer.models.forward import StepResult
@@ -16,18 +16,19 @@ class TinyTokenizer:
         self.pieces = [bytes([i]) for i in range(256)] + [c.encode() for c in self.CONTROL] + [p.encode() if isinstance(p, str) else p for p in pieces]
         self.control = {c: 256 + i for i, c in enumerate(self.CONTROL)}
         self.special_ids = frozenset(self.control.values())
-        self.eos_ids, self.eos_id, self.bos_id = frozenset([256]), 256, None
+        self.eos_ids, self.eos_id, self.bos_id, self.add_bos = frozenset([256]), 256, None, False
+        self.control_starts = self.special_starts = re.compile('|'.join(f'<(?={re.escape(c[1:])})' for c in self.CONTROL))   # what ChatTemplate.encode asks for
         self.vocab_size = len(self.pieces)
-        self._by_length = sorted(((self.pieces[i], i) for i in range(self.vocab_size) if i not in self.special_ids), key=lambda p: -len(p[0]))
+        longest = sorted((p for i, p in enumerate(self.pieces) if i not in self.special_ids), key=len, reverse=True)
+        self._ids = {p: i for i, p in enumerate(self.pieces)}
+        self._plain = re.compile(b'|'.join([re.escape(p) for p in longest if len(p) > 1] + [b'.']), re.DOTALL)
+        self._special = re.compile('(' + '|'.join(re.escape(c) for c in self.CONTROL) + ')')
+
+    def split_special(self, text): return [self.control.get(part, part) for part in self._special.split(text) if part]
 
     def encode(self, text, special=False, add_bos=None):
-        data, ids = text.encode(), []
-        while data:
-            candidates = [(c.encode(), i) for c, i in self.control.items()] if special else []
-            piece, i = next((p for p in candidates + self._by_length if data.startswith(p[0])))
-            ids.append(i)
-            data = data[len(piece):]
-        return ids
+        parts = self.split_special(text) if special else [text]
+        return [i for part in parts for i in ([part] if isinstance(part, int) else [self._ids[p] for p in self._plain.findall(part.encode())])]
 
     def token_bytes(self, i): return self.pieces[i]
 

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['log', 'QUIET', 'ServeSettings', 'ServerState', 'RunningJob', 'cancelled_with_client', 'JobStream', 'log_unexpected',
-           'json_response', 'whole_response', 'create_app', 'add_error_handlers', 'check_key', 'add_generation_route',
-           'model_entry', 'add_information_routes', 'bind', 'Server', 'url_of', 'background_server', 'curl_line',
-           'serve']
+           'json_response', 'whole_response', 'create_app', 'error_response', 'answering_errors', 'add_error_handlers',
+           'check_key', 'add_generation_route', 'model_entry', 'add_information_routes', 'bind', 'Server', 'url_of',
+           'background_server', 'curl_line', 'serve']
 
 # %% ../../nbs/serve/06_app.ipynb #cd7f05bf
 import asyncio, errno, hmac, logging, socket, threading, time
@@ -163,7 +163,7 @@ class JobStream(Response):
             await part(DONE, more=False)
 
 def log_unexpected(error):
-    if error_of(error).status == 500: log.error('a request failed', exc_info=error)
+    if error_of(error).status >= 500 and not isinstance(error, ApiError): log.error('a request failed', exc_info=error)
 
 def json_response(body, status=200, headers=None): return Response(to_json(body), status, headers, 'application/json')
 
@@ -185,18 +185,26 @@ def create_app(state: ServerState) -> FastAPI:
     add_generation_route(app, state, '/v1/completions', CompletionBody, completion_job)
     return app
 
+def error_response(error) -> Response:
+    log_unexpected(error)
+    e = error_of(error)
+    return json_response(e.body, e.status, e.headers)
+
+def answering_errors(handler):
+    "An exception that leaves a handler makes uvicorn close the connection, under the feet of the client's next request; so none leaves"
+    async def handle(request: HttpRequest):
+        try: return await handler(request)
+        except Exception as error: return error_response(error)
+    return handle
+
 def add_error_handlers(app):
-    def answer(error):
-        e = error_of(error)
-        return json_response(e.body, e.status, e.headers)
-    async def expected(request, error): return answer(error)
-    async def unexpected(request, error): return answer(error)   # Starlette logs it after the answer
+    async def expected(request, error): return error_response(error)
     async def framework(request, error):
         hint = {404: f'there is no {request.url.path} here', 405: f'{request.url.path} does not take {request.method}'}.get(error.status_code, error.detail)
         return json_response(ApiError(error.status_code, str(hint), code={404: 'unknown_url', 405: 'method_not_allowed'}.get(error.status_code)).body, error.status_code, error.headers)
     for kind in (ApiError, SparkinferError): app.add_exception_handler(kind, expected)
     app.add_exception_handler(HTTPException, framework)
-    app.add_exception_handler(Exception, unexpected)
+    app.add_exception_handler(Exception, expected)
 
 def check_key(request, settings):
     "ApiError 401 unless the request carries the server's key"
@@ -209,6 +217,7 @@ def check_key(request, settings):
 def add_generation_route(app, state, path, kind, prepare):
     "POST `path`: a body of class `kind`, made into a job by `prepare`"
     settings = state.settings
+    @answering_errors
     async def generate(request: HttpRequest):
         check_key(request, settings)
         engine = state.ready()
@@ -245,7 +254,7 @@ def add_information_routes(app, state):
 def bind(host: str, port: int) -> socket.socket:
     "A listening socket, or a SparkinferError of one line"
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)   # asyncio sets TCP_NODELAY only where it sees this number; without it each answer waits 40 ms for an ACK
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try: sock.bind((host, port))
     except (OSError, OverflowError) as e:
@@ -260,7 +269,7 @@ class Server(uvicorn.Server):
     def __init__(self, state: ServerState):
         self.state = state
         quiet = 'info' if state.settings.log_requests else 'warning'
-        super().__init__(uvicorn.Config(create_app(state), log_level=quiet, access_log=state.settings.log_requests, lifespan='off', timeout_graceful_shutdown=int(state.settings.shutdown_seconds) + 3))
+        super().__init__(uvicorn.Config(create_app(state), log_level=quiet, access_log=state.settings.log_requests, lifespan='off', timeout_keep_alive=30, timeout_graceful_shutdown=int(state.settings.shutdown_seconds) + 3))
     async def shutdown(self, sockets=None):
         self.state.stopping = True
         timer = asyncio.get_running_loop().call_later(self.state.settings.shutdown_seconds, lambda: threading.Thread(target=self.state.close, daemon=True).start())
@@ -301,7 +310,7 @@ def background_server(factory: Callable, # factory(report) -> Engine
 def curl_line(url: str, settings: ServeSettings) -> str:
     "A command that works when pasted into a shell"
     key = f" -H 'Authorization: Bearer {settings.api_key}'" if settings.api_key else ''
-    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '" + '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}\''
+    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '" + '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}\''
 
 def serve(factory: Callable,            # factory(report) -> Engine, where report(stage, fraction=None) shows progress
           settings=ServeSettings(),

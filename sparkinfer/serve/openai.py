@@ -135,7 +135,7 @@ def template_messages(messages: list) -> list[dict]:
     for k, m in enumerate(messages):
         if m.role in ('tool', 'function') or m.tool_calls not in (None, []) or m.function_call is not None: raise not_yet(f'messages[{k}]', 'tool calls')
         if m.role not in _ROLES: raise ApiError(400, f"'messages[{k}].role' must be one of {', '.join(_ROLES)}, not {m.role[:40]!r}", param='messages')
-        out.append(dict(role='system' if m.role == 'developer' else m.role, content=_content(m.content, f'messages[{k}].content')))
+        out.append(dict(role=m.role, content=_content(m.content, f'messages[{k}].content')))
     return out
 
 # %% ../../nbs/serve/01_openai.ipynb #992d9c06
