@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['LAYOUTS', 'CODERS', 'CODEBOOKS', 'FOUR_BIT_FLOATS', 'SEARCHED', 'HOMES', 'QUANT_TYPES', 'TYPES_BY_ID', 'WITHDRAWN',
-           'half', 'nibbles', 'decode_q4_0', 'decode_q4_1', 'fifth_bits', 'decode_q5_0', 'decode_q5_1', 'decode_q8_0',
-           'decode_f32', 'decode_f16', 'decode_bf16', 'fields', 'scaled_runs', 'decode_q2_k', 'scales_and_minima',
-           'decode_q4_k', 'decode_q5_k', 'decode_q3_k', 'decode_q6_k', 'inverse', 'codes', 'stored', 'packed_codes',
-           'encode_centred', 'encode_from_minimum', 'encode_q8_0', 'encode_f32', 'encode_f16', 'encode_bf16',
-           'QuantType', 'register', 'coder', 'use_coder', 'quant_type']
+           'HALVES', 'half', 'nibbles', 'decode_q4_0', 'decode_q4_1', 'fifth_bits', 'decode_q5_0', 'decode_q5_1',
+           'decode_q8_0', 'decode_f32', 'decode_f16', 'decode_bf16', 'fields', 'scaled_runs', 'decode_q2_k',
+           'scales_and_minima', 'decode_q4_k', 'decode_q5_k', 'decode_q3_k', 'decode_q6_k', 'inverse', 'codes',
+           'stored', 'packed_codes', 'encode_centred', 'encode_from_minimum', 'encode_q8_0', 'encode_f32', 'encode_f16',
+           'encode_bf16', 'QuantType', 'register', 'coder', 'use_coder', 'quant_type', 'random_blocks']
 
 # %% ../../nbs/formats/00_blocks.ipynb #d3ed7be2
 from dataclasses import dataclass
@@ -259,3 +259,21 @@ def quant_type(which: int | str | QuantType) -> QuantType:
         old = WITHDRAWN.get(which)
         raise UnsupportedError(f'tensor type {which} ({old}) was withdrawn from the format: convert the model anew' if old else f'tensor type {which!r} is unknown')
     return found
+
+# %% ../../nbs/formats/00_blocks.ipynb #3a51ed78
+HALVES = {'F16': (0,), 'Q4_1': (0, 2), 'Q5_1': (0, 2), 'Q2_K': (80, 82), 'Q3_K': (108,), 'Q4_K': (0, 2), 'Q5_K': (0, 2), 'Q6_K': (208,), 'TQ1_0': (52,), 'TQ2_0': (64,),
+          **dict.fromkeys(('Q4_0', 'Q5_0', 'Q8_0', 'IQ2_XXS', 'IQ2_XS', 'IQ2_S', 'IQ3_XXS', 'IQ3_S', 'IQ1_S', 'IQ4_NL', 'IQ4_XS', 'Q1_0', 'Q2_0'), (0,))}     # where the half-precision scales of a block begin
+
+def random_blocks(name, n, seed=0, spread=.02):
+    "`n` blocks of type `name`: random bits, their scales normal with standard deviation `spread` (MXFP4's and NVFP4's own scales: any moderate size); (n, block_bytes) uint8"
+    rng = np.random.default_rng(seed)
+    blocks, scales = rng.integers(0, 256, (n, LAYOUTS[name][2]), np.uint8), rng.normal(0, spread, (n, 2))
+    for i, at in enumerate(HALVES.get(name, ())): blocks[:, at:at + 2] = scales[:, i:i + 1].astype('<f2').view(np.uint8)
+    if name == 'F32': blocks[:] = scales[:, :1].astype('<f4').view(np.uint8)
+    if name == 'BF16': blocks[:] = encode_bf16(scales[:, :1].astype(np.float32))
+    if name == 'MXFP4': blocks[:, 0] = 112 + blocks[:, 0] % 16
+    if name == 'NVFP4': blocks[:, :4] &= 0x3F
+    if name == 'IQ1_M':         # the half is spread over the top four bits of four 16-bit words
+        nibbles = scales[:, :1].astype('<f2').view('<u2') >> np.array([0, 4, 8, 12], np.uint16) & 15
+        blocks[:, 48:] = ((blocks[:, 48:].view('<u2') & 0x0FFF) | nibbles << 12).astype('<u2').view(np.uint8)
+    return blocks
