@@ -215,8 +215,7 @@ def _messages(self: ChatTemplate, messages):
     if 'developer' in self.source: return messages
     return [m | {'role': 'system'} if m['role'] == 'developer' else m for m in messages]     # the newer name of the same thing
 
-@patch
-def render(self: ChatTemplate,
+def _render(self,
     messages, /,                  # list of dicts with role and content
     add_generation_prompt=True,   # end with the beginning of the assistant's turn
     tools=None,                   # list of tool descriptions, for templates that know tools
@@ -224,6 +223,8 @@ def render(self: ChatTemplate,
 ) -> str:
     "The prompt as text, for people. To run a model use `encode`: in this text a user's '<|im_end|>' cannot be told from the template's."
     return self._run(self._messages(messages), add_generation_prompt, tools, kwargs)
+
+ChatTemplate.render = _render       # not @patch: nbdev's index does not know positional-only arguments
 
 # %% ../../nbs/text/01_chat_template.ipynb #7c3ea1b8
 def _each_string(value, change):
@@ -241,8 +242,7 @@ def _unused_character(*values):
     return next(c for c in map(chr, range(0xfdd0, 0x110000)) if c not in text and json.dumps(c)[2:-1] not in text)
 
 # %% ../../nbs/text/01_chat_template.ipynb #224bfe4d
-@patch
-def encode(self: ChatTemplate,
+def _encode(self,
     messages,                     # list of dicts with role and content
     tokenizer: Tokenizer, /,
     add_generation_prompt=True,   # end with the beginning of the assistant's turn
@@ -266,3 +266,5 @@ def encode(self: ChatTemplate,
         ids += [piece] if isinstance(piece, int) else tokenizer.encode(clean(piece), special=False, add_bos=False)
     if tokenizer.add_bos and ids[:1] != [tokenizer.bos_id]: ids.insert(0, tokenizer.bos_id)   # once, whether or not the template wrote it
     return ids
+
+ChatTemplate.encode = _encode       # not @patch: nbdev's index does not know positional-only arguments
