@@ -1,5 +1,5 @@
 """Everything that a client can do wrong, against each POST route; after each, a good request must succeed and nothing may be left running."""
-import json, os, signal, socket, subprocess, sys, threading, time
+import json, shlex, signal, socket, subprocess, sys, threading, time
 from pathlib import Path
 import httpx, pytest
 from sparkinfer.serve.app import ServeSettings, background_server
@@ -17,9 +17,9 @@ RAW = {   # bodies that are not even a JSON object
 FIELDS = [    # fields that are refused with 400 on both routes
     dict(model=123), dict(model=['m']), dict(max_tokens=0), dict(max_tokens=-1), dict(max_tokens='5'), dict(max_tokens=1.5), dict(max_tokens=True), dict(max_tokens=10**30), dict(max_completion_tokens=0), dict(temperature=-0.1), dict(temperature=2.1), dict(temperature='1'), dict(temperature=[]),
     dict(temperature=1e400), dict(temperature=10**400), dict(top_p=-0.1), dict(top_p=1.1), dict(top_p={}), dict(top_k=-2), dict(top_k=1.5), dict(min_p=-1), dict(min_p=2), dict(repetition_penalty=0), dict(repeat_penalty='x'), dict(presence_penalty=2.1), dict(frequency_penalty=-2.1),
-    dict(seed='x'), dict(seed=1.5), dict(seed=2**64), dict(n=0), dict(n=-1), dict(n='2'), dict(n=10**9), dict(stop=''), dict(stop=5), dict(stop=[]) and dict(stop=['']), dict(stop=['a', None]), dict(stop=['a'] * 5), dict(stop={}), dict(stop_token_ids='x'), dict(stop_token_ids=[10**9]), dict(stop_token_ids=[-1]),
+    dict(seed='x'), dict(seed=1.5), dict(seed=2**64), dict(n=0), dict(n=-1), dict(n='2'), dict(n=10**9), dict(stop=''), dict(stop=5), dict(stop=['']), dict(stop=['a', None]), dict(stop=['a'] * 5), dict(stop={}), dict(stop_token_ids='x'), dict(stop_token_ids=[10**9]), dict(stop_token_ids=[-1]),
     dict(logit_bias=[]), dict(logit_bias='x'), dict(logit_bias={'x': 1}), dict(logit_bias={'-1': 1}), dict(logit_bias={'100000': 1}), dict(logit_bias={'1': 'x'}), dict(logit_bias={'1': 101}), dict(logit_bias={'1': None}), dict(stream='yes'), dict(stream=1), dict(stream_options={}), dict(stream=True, stream_options=[]),
-    dict(stream=True, stream_options=dict(include_usage='x')), dict(tools=[dict(type='function', function=dict(name='f'))]), dict(tools='x'), dict(tools={}) and dict(tools={'a': 1}), dict(tool_choice='required'), dict(tool_choice=dict(type='function', function=dict(name='f'))), dict(functions=[{}]),
+    dict(stream=True, stream_options=dict(include_usage='x')), dict(tools=[dict(type='function', function=dict(name='f'))]), dict(tools='x'), dict(tools={'a': 1}), dict(tool_choice='required'), dict(tool_choice=dict(type='function', function=dict(name='f'))), dict(functions=[{}]),
     dict(response_format=dict(type='json_object')), dict(response_format=dict(type='json_schema')), dict(response_format='text'), dict(response_format=7), dict(grammar='root ::= "a"'), dict(guided_json={'a': 1}), dict(ignore_eos='x'),
 ]
 BAD_CHAT = [dict(messages=m) for m in (None, 'x', {}, [], [None], ['x'], [123], [{}], [[]], [dict(role=123, content='x')], [dict(role='user', content=123)], [dict(role='user', content={})], [dict(role='user')], [dict(role='user', content=None)], [dict(role='user', content=[None])],
@@ -85,7 +85,8 @@ def test_missing_fields(http):
 def test_unknown_paths_and_methods(http):
     for method, path, status in (('GET', '/v1', 404), ('POST', '/v1/nothing', 404), ('GET', CHAT, 405), ('DELETE', TEXT, 405), ('POST', '/v1/models', 405), ('OPTIONS', CHAT, 405), ('GET', '/v1/models/%E2%82', 404), ('GET', '/v1/models/' + 'x' * 5000, 404), ('GET', '/docs', 404)):
         refused(http.request(method, path, follow_redirects=True), status)
-    assert http.get('/openapi.json').json()['paths'][CHAT]['post']['requestBody']
+    schema = http.get('/openapi.json').json()['paths'][CHAT]['post']['requestBody']['content']['application/json']['schema']
+    assert schema['properties']['messages']['items']['properties']['role'] and '$ref' not in str(schema)
     assert 'access-control-allow-origin' not in http.post(CHAT, json=GOOD[CHAT], headers={'Origin': 'http://evil.example'}).headers
     alive(http)
 
@@ -168,12 +169,11 @@ serve(lambda report: build(script=lambda h: ord('a'), gate=slowly(0.01)), ServeS
 """
 
 @pytest.mark.parametrize('sign', [signal.SIGINT, signal.SIGTERM])
-def test_the_printed_curl_line_works_and_ctrl_c_ends_in_bounded_time(sign, tmp_path):
+def test_the_printed_curl_line_works_and_ctrl_c_ends_in_bounded_time(sign):
     with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
     process = subprocess.Popen([sys.executable, '-c', PROGRAM.format(tests=str(Path(__file__).parent), port=port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         while not (line := process.stdout.readline()).strip().startswith('curl'): assert process.poll() is None, process.stderr.read()
-        import shlex
         words = shlex.split(line)
         url, body = words[1], words[words.index('-d') + 1]
         streaming = dict(json.loads(body), stream=True, max_tokens=400)
@@ -189,6 +189,24 @@ def test_the_printed_curl_line_works_and_ctrl_c_ends_in_bounded_time(sign, tmp_p
         process.wait(10)
         assert time.perf_counter() - begin < 6
         assert 'Traceback' not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+
+def test_ctrl_c_while_loading():
+    program = "import time\nfrom sparkinfer.serve.app import ServeSettings, serve\ndef load(report):\n    report('thinking')\n    time.sleep(30)\nserve(load, ServeSettings(port={port}))\nprint('the end')"
+    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
+    process = subprocess.Popen([sys.executable, '-c', program.format(port=port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        for _ in range(300):
+            try:
+                if httpx.get(f'http://127.0.0.1:{port}/health').json()['stage'] == 'thinking': break
+            except httpx.TransportError: pass
+            time.sleep(0.05)
+        begin = time.perf_counter()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+        assert time.perf_counter() - begin < 5 and out == 'the end\n' and err == ''
     finally:
         process.kill()
         process.wait()

@@ -177,7 +177,7 @@ async def whole_response(running: RunningJob, receive) -> Response:
 # %% ../../nbs/serve/06_app.ipynb #b53f209d
 def create_app(state: ServerState) -> FastAPI:
     "The ASGI application. Loading is the caller's business: `state.load(factory)`."
-    app = FastAPI(title='sparkinfer', version=sparkinfer.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title='sparkinfer', version=sparkinfer.__version__, docs_url=None, redoc_url=None)   # the documentation page would load scripts from another host
     if state.settings.cors_origins: app.add_middleware(CORSMiddleware, allow_origins=list(state.settings.cors_origins), allow_methods=['*'], allow_headers=['*'])
     add_error_handlers(app)
     add_information_routes(app, state)
@@ -214,6 +214,14 @@ def check_key(request, settings):
         raise ApiError(401, 'this server needs its key: send the header "Authorization: Bearer KEY"', 'authentication_error', code='invalid_api_key', headers={'WWW-Authenticate': 'Bearer'})
 
 # %% ../../nbs/serve/06_app.ipynb #6e427772
+def _inlined(schema, definitions=None):
+    "A JSON schema with each `$ref` replaced by what it names, since /openapi.json has no place for a body's own definitions"
+    definitions = schema.get('$defs', {}) if definitions is None else definitions
+    if isinstance(schema, list): return [_inlined(s, definitions) for s in schema]
+    if not isinstance(schema, dict): return schema
+    if '$ref' in schema: return _inlined(definitions[schema['$ref'].rpartition('/')[2]], definitions)
+    return {k: _inlined(v, definitions) for k, v in schema.items() if k != '$defs'}
+
 def add_generation_route(app, state, path, kind, prepare):
     "POST `path`: a body of class `kind`, made into a job by `prepare`"
     settings = state.settings
@@ -229,7 +237,7 @@ def add_generation_route(app, state, path, kind, prepare):
             return prepare(parse(kind, body), engine, settings.strict_models, settings.max_choices)
         running = RunningJob(engine, await asyncio.to_thread(job))
         return JobStream(running, settings.keep_alive_seconds) if running.job.stream else await whole_response(running, request.receive)
-    schema = dict(required=True, content={'application/json': dict(schema=kind.model_json_schema(ref_template='#/components/schemas/{model}'))})
+    schema = dict(required=True, content={'application/json': dict(schema=_inlined(kind.model_json_schema()))})
     app.add_api_route(path, generate, methods=['POST'], response_model=None, name=path, openapi_extra=dict(requestBody=schema))
 
 def model_entry(engine, created):
@@ -266,12 +274,13 @@ def bind(host: str, port: int) -> socket.socket:
 
 class Server(uvicorn.Server):
     "uvicorn with a bounded goodbye"
-    def __init__(self, state: ServerState):
-        self.state = state
+    def __init__(self, state: ServerState, echo=lambda line: None):
+        self.state, self.echo = state, echo
         quiet = 'info' if state.settings.log_requests else 'warning'
         super().__init__(uvicorn.Config(create_app(state), log_level=quiet, access_log=state.settings.log_requests, lifespan='off', timeout_keep_alive=30, timeout_graceful_shutdown=int(state.settings.shutdown_seconds) + 3))
     async def shutdown(self, sockets=None):
         self.state.stopping = True
+        if self.state.engine is not None and self.state.engine.health().active: self.echo(f'stopping: answers that run have {self.state.settings.shutdown_seconds:g} s to end (Ctrl-C again stops now)')
         timer = asyncio.get_running_loop().call_later(self.state.settings.shutdown_seconds, lambda: threading.Thread(target=self.state.close, daemon=True).start())
         await super().shutdown(sockets)
         timer.cancel()
@@ -310,7 +319,7 @@ def background_server(factory: Callable, # factory(report) -> Engine
 def curl_line(url: str, settings: ServeSettings) -> str:
     "A command that works when pasted into a shell"
     key = f" -H 'Authorization: Bearer {settings.api_key}'" if settings.api_key else ''
-    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '" + '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}\''
+    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '" + '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 80}\''
 
 def serve(factory: Callable,            # factory(report) -> Engine, where report(stage, fraction=None) shows progress
           settings=ServeSettings(),
@@ -318,7 +327,7 @@ def serve(factory: Callable,            # factory(report) -> Engine, where repor
     "Serve until Ctrl-C. The port answers (503 on /health) while the model loads."
     sock = bind(settings.host, settings.port)
     state = ServerState(settings)
-    server, url = Server(state), url_of(sock)
+    server, url = Server(state, echo), url_of(sock)
     def announce():
         state.changed.wait()
         if state.error: server.should_exit = True
