@@ -45,6 +45,9 @@ class Group(click.Group):
             line = explain(error)
             if line is None or ctx.meta.get('sparkinfer.debug'): raise
             raise OneLine(line) from error
+        except KeyboardInterrupt:      # outside of an answer, such as while loading
+            click.echo(err=True)
+            ctx.exit(130)
 
 # %% ../nbs/11_cli.ipynb #5a707639
 @click.group(cls=Group, context_settings=dict(help_option_names=['-h', '--help'], max_content_width=110))
@@ -62,7 +65,7 @@ def main(args=None):
     cli.main(args, prog_name='sparkinfer')
 
 # %% ../nbs/11_cli.ipynb #f9e2aa13
-from .engine.request import KNOBS
+from .engine.request import KNOBS, SamplingParams
 
 # %% ../nbs/11_cli.ipynb #d74e9710
 SAMPLING = [name for name in KNOBS if name not in ('n', 'logprobs')]
@@ -72,6 +75,7 @@ def sampling_options(command):
     def wrapped(*args, stop, **kwargs):
         sampling = {name: kwargs.pop(name) for name in SAMPLING}
         sampling = {name: value for name, value in sampling.items() if value is not None} | (dict(stop=stop) if stop else {})
+        SamplingParams(**sampling)      # refuse a bad value now, not after a model has been loaded
         return command(*args, sampling=sampling, **kwargs)
     wrapped.__doc__, wrapped.__name__ = command.__doc__, command.__name__
     wrapped.__click_params__ = list(getattr(command, '__click_params__', []))

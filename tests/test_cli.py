@@ -14,8 +14,8 @@ def sparkinfer(*args, input=None, timeout=300, **kwargs):
     return subprocess.run(COMMAND + [str(a) for a in args], capture_output=True, text=True, timeout=timeout, **stdin, **kwargs)
 
 def said(done):
-    "What a command wrote to stderr, less the progress of loading that a busy machine shows"
-    return ''.join(line for line in done.stderr.splitlines(True) if not line.startswith('loading '))
+    "What a command wrote to stderr, less the progress that a busy machine shows"
+    return ''.join(line for line in done.stderr.splitlines(True) if not line.startswith(('loading ', 'compiling ', 'compiled ')))
 
 @pytest.fixture(scope='module', autouse=True)
 def warm():
@@ -129,6 +129,13 @@ def test_interrupted_run_is_130():
     process.send_signal(signal.SIGINT)
     _, noise = process.communicate(timeout=60)
     assert process.returncode in (0, 130) and 'Traceback' not in noise      # 0: the answer was complete before the signal came
+
+def test_interrupted_while_loading_is_130():
+    process = subprocess.Popen(COMMAND + ['run', 'Hi', '--runner', 'spec'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(1.0)                                   # the interpreter is up, the answer is far away
+    process.send_signal(signal.SIGINT)
+    answer, noise = process.communicate(timeout=60)
+    assert process.returncode == 130 and answer.strip() == '' and 'sparkinfer' not in noise.replace('KeyboardInterrupt', '')
 
 def test_module_and_version():
     assert re.fullmatch(r'sparkinfer, version \d+\.\d+\.\d+\S*\n', sparkinfer('--version').stdout)
