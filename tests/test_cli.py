@@ -82,7 +82,7 @@ def test_a_taken_port_is_one_line():
 # ---- serve
 
 def test_serve_prints_a_curl_line_that_works_and_ctrl_c_ends_it():
-    server = subprocess.Popen(COMMAND + ['serve', '--port', '0', '--max-tokens', '8', *SMALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(COMMAND + ['serve', '--port', '0', *SMALL], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         lines = []
         while not (lines and 'curl' in lines[-1]):
@@ -93,7 +93,7 @@ def test_serve_prints_a_curl_line_that_works_and_ctrl_c_ends_it():
         else:
             url, body = line.split()[1], re.search(r"-d '(.*)'$", line)[1]
             answer = urllib.request.urlopen(urllib.request.Request(url, body.encode(), {'Content-Type': 'application/json'}), timeout=60).read()
-        assert json.loads(answer)['usage']['completion_tokens'] <= 8
+        assert json.loads(answer)['choices'][0]['message']['content']
     finally: server.send_signal(signal.SIGINT)
     _, noise = server.communicate(timeout=30)
     assert server.returncode in (0, 130) and 'Traceback' not in noise and 'temperature' in noise       # the defaults are shown
@@ -177,6 +177,7 @@ def test_ctrl_c_stops_the_answer_not_the_chat():
     terminal.expect(r'\w+ \w+ \w+')                  # the answer has begun
     terminal.send('\x03')
     terminal.expect('>>> ')
+    time.sleep(1)                                    # Python's readline misses a signal between its prompt and its wait
     terminal.send('\x03')                            # at the prompt it only says how to leave
     terminal.expect('/exit')
     terminal.expect('>>> ')
