@@ -244,6 +244,7 @@ def coder(direction, name):
 def use_coder(direction, name, array, **options):
     found = coder(direction, name)
     if found is None: raise UnsupportedError(f'tensors of type {name} cannot be {direction}d yet')
+    if not len(array): return np.empty((0, LAYOUTS[name][1]), np.float32) if direction == 'decode' else np.empty((0, LAYOUTS[name][2]), np.uint8)     # NumPy cannot `reshape(0, -1)`
     return found(array, **options)
 
 # %% ../../nbs/formats/00_blocks.ipynb #14f3a19d
