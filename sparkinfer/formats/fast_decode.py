@@ -18,7 +18,7 @@ from numba import types
 from numba.extending import intrinsic, models, register_model
 import numpy as np
 from ..errors import FormatError
-from .blocks import quant_type
+from .blocks import QUANT_TYPES, quant_type
 from .codebooks import EVEN, SIGNS, UNEVEN, grid
 from .nvfp4_fp8 import DOUBLED, HALF_E8M0, HALF_UE4M3
 from ..jit import jit
@@ -135,11 +135,13 @@ def four_bits(block, at, k): return np.int32(block[at + k // 2] >> 4 * (k % 2) &
 @jit
 def fast_f16(blocks, out):
     "blocks: (n, 2) uint8, out: (n, 1) float32"
-    for i in range(len(blocks)): out[i, 0] = half_value(np.uint32(blocks[i, 0]) | np.uint32(blocks[i, 1]) << np.uint32(8))
+    source, target = blocks.reshape(-1), out.reshape(-1)          # one index, or the compiler does not see neighbours
+    for i in range(len(target)): target[i] = half_value(np.uint32(source[2 * i]) | np.uint32(source[2 * i + 1]) << np.uint32(8))
 
 @jit
 def fast_bf16(blocks, out):
-    for i in range(len(blocks)): out[i, 0] = np.uint32(np.uint32(blocks[i, 0]) << np.uint32(16) | np.uint32(blocks[i, 1]) << np.uint32(24)).view(np.float32)
+    source, target = blocks.reshape(-1), out.reshape(-1)
+    for i in range(len(target)): target[i] = np.uint32(np.uint32(source[2 * i]) << np.uint32(16) | np.uint32(source[2 * i + 1]) << np.uint32(24)).view(np.float32)
 
 # %% ../../nbs/formats/06_fast_decode.ipynb #fa2254c5
 @jit
@@ -411,10 +413,10 @@ def spec_into(type_name, data, out):
     return out
 
 def decode_into(type_name, data, out):
-    """Decode whole blocks. type_name: a name of `QUANT_TYPES`; data: their bytes (contiguous uint8 of any shape); out: contiguous float32 with room for exactly their weights → out.
+    """Decode whole blocks. type_name: a name of `QUANT_TYPES`, or a `QuantType`; data: their bytes (contiguous uint8 of any shape); out: contiguous float32 with room for exactly their weights → out.
     Holds no lock while it decodes, so threads may each decode a part. UnsupportedError for a type without decoder, FormatError and ValueError for sizes that do not fit."""
     quant = quant_type(type_name)
-    kernel = KERNELS.get(quant.name)
+    kernel = KERNELS.get(quant.name) if QUANT_TYPES.get(quant.name) is quant else None         # a folder's types have layouts of their own
     if kernel is None: return spec_into(quant, data, out)
     blocks, rows = whole_blocks(quant, data, out)
     kernel(blocks, rows, *([grid(LISTS[quant.name])] if quant.name in LISTS else []))
