@@ -8,7 +8,8 @@ __all__ = ['LAYOUTS', 'CODERS', 'CODEBOOKS', 'FOUR_BIT_FLOATS', 'SEARCHED', 'HOM
            'decode_q8_0', 'decode_f32', 'decode_f16', 'decode_bf16', 'fields', 'scaled_runs', 'decode_q2_k',
            'scales_and_minima', 'decode_q4_k', 'decode_q5_k', 'decode_q3_k', 'decode_q6_k', 'inverse', 'codes',
            'stored', 'packed_codes', 'encode_centred', 'encode_from_minimum', 'encode_q8_0', 'encode_f32', 'encode_f16',
-           'encode_bf16', 'QuantType', 'register', 'coder', 'use_coder', 'quant_type', 'random_blocks']
+           'encode_bf16', 'QuantType', 'register', 'coder', 'use_coder', 'quant_type', 'random_blocks', 'moved_weights',
+           'draw_bits']
 
 # %% ../../nbs/formats/00_blocks.ipynb #d3ed7be2
 from dataclasses import dataclass
@@ -278,3 +279,29 @@ def random_blocks(name, n, seed=0, spread=.02):
         nibbles = scales[:, :1].astype('<f2').view('<u2') >> np.array([0, 4, 8, 12], np.uint16) & 15
         blocks[:, 48:] = ((blocks[:, 48:].view('<u2') & 0x0FFF) | nibbles << 12).astype('<u2').view(np.uint8)
     return blocks
+
+# %% ../../nbs/formats/00_blocks.ipynb #3522d38b
+def moved_weights(name, samples=24):
+    """Which weights change when one bit of a block is turned over, found by turning it over: bool (block_bytes, 8, block_size), bit 0 of a byte first.
+    One random block shows only a part (a scale moves no weight whose code is zero), `samples` of them show everything."""
+    quant = quant_type(name)
+    turned = np.packbits(np.eye(8 * quant.block_bytes, dtype=np.uint8), axis=1, bitorder='little')
+    moved = np.zeros((len(turned), quant.block_size), bool)
+    with np.errstate(all='ignore'):
+        for block in random_blocks(quant.name, samples): moved |= quant.decode(block ^ turned) != quant.decode(block[None])
+    return moved.reshape(quant.block_bytes, 8, -1)
+
+def draw_bits(names, title=''):
+    "A strip for each type: a column for each byte, bit 0 at the bottom. Blue to green: moves one weight, by its place. Yellow to red: moves several, up to all. Grey: moves none."
+    import matplotlib.pyplot as plt
+    fig, axes = plt.subplots(len(names), 1, figsize=(7.2, .45 + .55 * len(names)), dpi=80, squeeze=False)
+    for ax, name in zip(axes[:, 0], names):
+        moved = moved_weights(name)
+        count, first, size = moved.sum(2), moved.argmax(2), max(moved.shape[2], 2)
+        picture = np.where((count == 1)[:, :, None], plt.cm.winter(first / size), plt.cm.autumn(1 - np.log(np.maximum(count, 1)) / np.log(size)))
+        picture[count == 0] = .9
+        ax.imshow(picture.transpose(1, 0, 2), origin='lower', aspect='auto', interpolation='nearest', extent=(0, len(moved), 0, 8))
+        ax.set(yticks=(), xticks=[len(moved) * k // 4 for k in range(5)])
+        ax.tick_params(labelsize=6, pad=1, length=2)
+        ax.set_ylabel(name, fontsize=7, rotation=0, ha='right', va='center')
+    fig.suptitle(title, fontsize=9); plt.tight_layout(h_pad=.2); plt.show()
