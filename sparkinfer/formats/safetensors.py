@@ -7,11 +7,11 @@ __all__ = ['DTYPE_BITS', 'LARGEST_HEADER', 'MOST_AXES', 'INDEX', 'SHARD_NAME', '
            'SCALE_NAME', 'FOREIGN', 'COMPRESSED_FORMATS', 'MODELOPT_ALGOS', 'QUANTISED', 'FP8_SCHEMES', 'DIALECTS',
            'ARRAY_DTYPES', 'WEIGHT_ARGS', 'COMPRESSED', 'ALGORITHMS', 'GROUP_SIZES', 'parse_json', 'read_text',
            'read_json', 'whole_numbers', 'read_entry', 'check_cover', 'read_header', 'read_index', 'listed',
-           'find_files', 'complete_shards', 'without_scales', 'scaled_type', 'numbers_type', 'FolderTensor',
-           'line_entries', 'Stored', 'Assembly', 'assemble', 'objects', 'quantization_of', 'read_metadata',
-           'chat_template', 'FolderCheckpoint', 'open_folder', 'open_checkpoint', 'describe_folder', 'split_rows',
-           'fuse_rows', 'to_blocks', 'Deferred', 'layout', 'encoded', 'kept', 'kind_of', 'Plan', 'plan', 'from_blocks',
-           'quantization_entries', 'shards_of', 'write_shard', 'write_folder']
+           'find_files', 'complete_shards', 'without_scales', 'no_numbers', 'scaled_type', 'numbers_type',
+           'FolderTensor', 'line_entries', 'Stored', 'Assembly', 'assemble', 'objects', 'quantization_of',
+           'read_metadata', 'chat_template', 'FolderCheckpoint', 'open_folder', 'open_checkpoint', 'describe_folder',
+           'split_rows', 'fuse_rows', 'to_blocks', 'Deferred', 'layout', 'encoded', 'kept', 'kind_of', 'Plan', 'plan',
+           'from_blocks', 'quantization_entries', 'shards_of', 'write_shard', 'write_folder']
 
 # %% ../../nbs/formats/02_safetensors.ipynb #5c5dfe07
 import json, math, mmap, os, re, shutil
@@ -93,12 +93,12 @@ def check_cover(path, places, data_start, size):
 def read_header(buffer, path):
     "The header of the safetensors file whose bytes are `buffer` → {name: (dtype, shape, first byte in the file, last + 1)}. FormatError names what is wrong with it."
     def fail(message): raise FormatError(f'{path}: {message}')
-    start = bytes(buffer[:24])
-    for magic, mistake in MISTAKES:
-        if start.startswith(magic): fail(f'{mistake.replace("GGUF", "safetensors")} (it starts with {start[:8]!r})')
-    if start.startswith(b'GGUF'): fail('is a GGUF file, not safetensors')
+    start, length = bytes(buffer[:24]), int.from_bytes(buffer[:8], 'little')
+    if start[8:9] != b'{':                                                     # else it is a length, even if that looks like the start of something else
+        for magic, mistake in MISTAKES:
+            if start.startswith(magic): fail(f'{mistake.replace("GGUF", "safetensors")} (it starts with {start[:8]!r})')
+        if start.startswith(b'GGUF'): fail('is a GGUF file, not safetensors')
     if len(start) < 8: fail(f'is {len(start)} bytes long, too short for a safetensors file' if start else 'is empty')
-    length = int.from_bytes(start[:8], 'little')
     if length > LARGEST_HEADER: fail(f'says that its header is {length} bytes long, more than the {LARGEST_HEADER} that the format allows: it is not a safetensors file, or damaged (it starts with {start[:12]!r})')
     if length > len(buffer) - 8: fail(f'says that its header is {length} bytes long, but only {len(buffer) - 8} are left in the file: it is cut short or damaged')
     if start[8:9] != b'{': fail(f'has a header that starts with {start[8:12]!r} rather than a brace')
@@ -162,7 +162,8 @@ def complete_shards(folder, found):
 
 # %% ../../nbs/formats/02_safetensors.ipynb #1db19776
 def without_scales(name, array, **options): raise UnsupportedError(f'{name} codes mean nothing without their scales: use Tensor.dequantize, or formats.nvfp4_fp8')
-def scaled_type(name, size, nbytes): return QuantType(name, None, size, nbytes, partial(without_scales, name), partial(without_scales, name))
+def no_numbers(name, array, **options): raise UnsupportedError(f'tensors of dtype {name} cannot be read as numbers here')
+def scaled_type(name, size, nbytes, refuse=without_scales): return QuantType(name, None, size, nbytes, partial(refuse, name), partial(refuse, name))
 SCALED_TYPES = {name: scaled_type(name, *layout) for name, layout in {'NVFP4_ROWS': (16, 8), 'MXFP4_ROWS': (32, 16), 'FP8': (1, 1), 'FP8_E5M2': (1, 1)}.items()}
 
 def numbers_type(name, dtype):
@@ -171,7 +172,7 @@ def numbers_type(name, dtype):
 
 NUMPY_DTYPES = {'BOOL': '?', 'U8': 'u1', 'I8': 'i1', 'U16': '<u2', 'I16': '<i2', 'U32': '<u4', 'I32': '<i4', 'U64': '<u8', 'I64': '<i8', 'F64': '<f8', 'F32': '<f4', 'F16': '<f2'}
 PLAIN_TYPES = {name: numbers_type(name, dtype) for name, dtype in NUMPY_DTYPES.items() if name not in ('F32', 'F16')} | {name: QUANT_TYPES[name] for name in ('F32', 'F16', 'BF16')}
-PLAIN_TYPES |= {name: scaled_type(name, *layout) for name, layout in {'C64': (1, 8), 'F4': (2, 1), 'F6_E2M3': (4, 3), 'F6_E3M2': (4, 3), 'F8_E8M0': (1, 1)}.items()}       # can be listed, not computed with
+PLAIN_TYPES |= {name: scaled_type(name, *layout, no_numbers) for name, layout in {'C64': (1, 8), 'F4': (2, 1), 'F6_E2M3': (4, 3), 'F6_E3M2': (4, 3), 'F8_E8M0': (1, 1)}.items()}       # can be listed, not computed with
 
 # %% ../../nbs/formats/02_safetensors.ipynb #43205d5d
 @dataclass(frozen=True, eq=False, repr=False)
@@ -189,6 +190,7 @@ class FolderTensor(Tensor):
 
     def dequantize(self, rows=None):
         "The values as float32, of `shape`. `rows` (an integer, a slice or an array of integers) picks along the first axis, and only these bytes and their scales are read."
+        if not self.size: return np.empty(self.shape, np.float32)[slice(None) if rows is None else rows] if self.shape else np.empty((), np.float32)
         if self.type.name not in SCALED_TYPES: return super().dequantize(rows)
         if len(self.shape) < 2: return replace(self, shape=(1, *self.shape)).dequantize()[0][slice(None) if rows is None else rows]
         self.check_scales()
@@ -247,8 +249,6 @@ class Stored:
         if self.dtype in ('F8_E8M0', 'U8'): return small.E8M0.take(self.data).reshape(self.shape)
         raise FormatError(f'tensor {quoted(self.name)} is a scale, but of dtype {self.dtype}')
 
-    def codes(self): return self.data.reshape(self.shape if self.dtype != 'F4' else (*self.shape[:-1], -1))
-
 SCALE_NAME = re.compile(r'(?:^|[._])(weight_scale(?:_2|_inv)?|weight_global_scale|input_scale|input_global_scale|output_scale|[qkv]_scale|qscale_weight|qscale_act|weight_zero_point|weight_shape|weight_g_idx|scale_inv)$')
 FOREIGN = re.compile(r'\.(qweight|qzeros|pre_quant_scale|absmax|quant_map)$|\.quant_state\.')
 
@@ -281,11 +281,11 @@ def four_bits(self: Assembly, weight, base):
     "NVFP4 or MXFP4 whose codes are `weight`; base: the name that its scales begin with (`X.weight`, or `experts.gate_up_proj`)"
     scale, fault = self.find(base + '_scale', base + '_weight_scale'), lambda text: self.faults.append(f'{printable(weight.name)} ({weight.dtype}) {text}')
     if not scale: return fault(f'has no {printable(base)}_scale')
-    codes = weight.codes()
-    shape, per = (*codes.shape[:-1], 2 * codes.shape[-1]) if codes.ndim else (), 16 if scale.dtype == 'F8_E4M3' else 32
-    if scale.dtype not in ('F8_E4M3', 'U8', 'F8_E8M0') or not shape or shape[-1] % per or scale.shape != (*shape[:-1], shape[-1] // per):
+    if weight.dtype not in ('U8', 'F4') or not weight.shape: return fault('should hold two codes in a byte (U8)')
+    shape, per = weight.shape if weight.dtype == 'F4' else (*weight.shape[:-1], 2 * weight.shape[-1]), 16 if scale.dtype == 'F8_E4M3' else 32
+    if scale.dtype not in ('F8_E4M3', 'U8', 'F8_E8M0') or shape[-1] % per or scale.shape != (*shape[:-1], shape[-1] // per):
         return fault(f'of {shape_text(shape)} weights has a scale {printable(scale.name)} of {shape_text(scale.shape)} {scale.dtype}, which fits neither blocks of 16 (F8_E4M3) nor of 32 (U8)')
-    scales = {'block': (scale, scale.codes())}
+    scales = {'block': (scale, scale.data.reshape(scale.shape))}
     if per == 16:
         factor, divisor = self.find(base + '_scale_2', base + '_weight_scale_2'), self.find(base + '_global_scale', base + '_weight_global_scale')
         if not (factor or divisor): return fault(f'has no {printable(base)}_scale_2 (ModelOpt) and no {printable(base)}_global_scale (compressed-tensors)')
@@ -301,7 +301,7 @@ def gpt_oss(self: Assembly, weight, base):
     scale = self.find(base + '_scales')
     if scale.dtype not in ('U8', 'F8_E8M0') or weight.dtype != 'U8' or weight.shape != (*scale.shape, 16):
         return self.faults.append(f'{printable(weight.name)} of {shape_text(weight.shape)} has scales of {shape_text(scale.shape)} {scale.dtype}, and must have one for each 16 bytes')
-    self.add(base, 'MXFP4_ROWS', (*scale.shape[:-1], 32 * scale.shape[-1]), weight, {'block': (scale, scale.codes())})
+    self.add(base, 'MXFP4_ROWS', (*scale.shape[:-1], 32 * scale.shape[-1]), weight, {'block': (scale, scale.data.reshape(scale.shape))})
 
 # %% ../../nbs/formats/02_safetensors.ipynb #79e9abfa
 @patch
