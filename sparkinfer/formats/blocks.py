@@ -225,7 +225,7 @@ CODEBOOKS, FOUR_BIT_FLOATS, SEARCHED = 'sparkinfer.formats.codebooks', 'sparkinf
 HOMES = {       # direction: {type name: the module that registers it when it is imported}
     'decode': dict.fromkeys(('IQ1_S', 'IQ1_M', 'IQ2_XXS', 'IQ2_XS', 'IQ2_S', 'IQ3_XXS', 'IQ3_S', 'IQ4_NL', 'IQ4_XS', 'TQ1_0', 'TQ2_0', 'Q1_0', 'Q2_0'), CODEBOOKS)
               | dict.fromkeys(('MXFP4', 'NVFP4'), FOUR_BIT_FLOATS),
-    'encode': dict.fromkeys(('MXFP4', 'NVFP4'), FOUR_BIT_FLOATS) | dict.fromkeys(('Q2_K', 'Q3_K', 'Q4_K', 'Q5_K', 'Q6_K'), SEARCHED)}
+    'encode': dict.fromkeys(('TQ1_0', 'TQ2_0', 'Q1_0', 'Q2_0'), CODEBOOKS) | dict.fromkeys(('MXFP4', 'NVFP4'), FOUR_BIT_FLOATS) | dict.fromkeys(('Q2_K', 'Q3_K', 'Q4_K', 'Q5_K', 'Q6_K'), SEARCHED)}
 
 def register(name, decode=None, encode=None):
     "Say how blocks of the type `name` are decoded, encoded, or both; the last one to say so wins. UnsupportedError for a name that is not in `LAYOUTS`."
@@ -235,11 +235,7 @@ def register(name, decode=None, encode=None):
 
 def coder(direction, name):
     "The function that decodes or encodes blocks of this type, once its chapter is imported; None when there is none"
-    home = HOMES[direction].get(name)
-    if name not in CODERS[direction] and home:
-        try: import_module(home)
-        except ModuleNotFoundError as e:
-            if e.name != home: raise
+    if name not in CODERS[direction] and name in HOMES[direction]: import_module(HOMES[direction][name])
     return CODERS[direction].get(name)
 
 def use_coder(direction, name, array, **options):
