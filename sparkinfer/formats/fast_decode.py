@@ -442,4 +442,4 @@ def bench_formats(names=None, weights=1 << 24, rounds=5, save=False, out=None):
         records.append(dict(type=quant.name, bits=quant.bits, equal=equal, out_gb_s=round(written, 3), in_gb_s=round(read, 3), percent_of_bandwidth=round(100 * share, 1), numpy_out_gb_s=round(spec, 3),
                             spread=round(times['fast'].spread, 3), seconds=[round(s, 6) for s in times['fast'].seconds]))
     table = text_table(['type', 'bits', 'GB/s out', 'GB/s in', '% of bandwidth', 'NumPy GB/s out', 'times faster', 'bits equal'], rows)
-    return report('formats', f'{weights:,} weights, one core; memory: {bandwidth}\n\n{table}', dict(weights=weights, rounds=rounds, bandwidth_gb_s=round(bandwidth.ceiling / 1e9, 2), types=records), save, out)
+    return report('bench-formats', f'{weights:,} weights, one core; memory: {bandwidth}\n\n{table}', dict(weights=weights, rounds=rounds, bandwidth_gb_s=round(bandwidth.ceiling / 1e9, 2), types=records), save, out)
