@@ -263,7 +263,7 @@ def fp8_grid(shape, scale, block=(128, 128)):
     """The scale of FP8 weights as a grid. shape: of the weights, (…, out, in); scale: float array; block: rows and columns that a scale serves when it is one for each block
     → grid (…, r, c) float32, (rows, columns) of a block. FormatError when the shapes do not fit."""
     scale, shape = np.asarray(scale, np.float32), tuple(shape)
-    lead, (rows, columns) = shape[:-2], shape[-2:] if len(shape) > 1 else (1, *shape)
+    lead, (rows, columns) = shape[:-2], shape[-2:]
     blocks = -(-rows // block[0]), -(-columns // block[1])
     if scale.size == 1: return scale.reshape((1,) * len(lead) + (1, 1)), (rows, columns)
     if scale.shape in ((*lead, rows), (*lead, rows, 1)): return scale.reshape(*lead, rows, 1), (1, columns)
@@ -273,15 +273,16 @@ def fp8_grid(shape, scale, block=(128, 128)):
     raise FormatError(f'scales of shape {scale.shape} fit weights of shape {shape} neither by tensor, nor by channel, nor by blocks of {block[0]} × {block[1]}')
 
 def spread_grid(grid, block, rows, columns):
-    "grid: (…, r, c), each entry for a `block` of (rows, columns) → (…, rows, columns), or (…, rows, 1) when one block is as wide as the matrix"
+    "grid: (…, r, c), each entry for a `block` of (rows, columns) → (…, rows, columns); an axis with one entry stays 1"
     if grid.shape[-2] != 1: grid = np.repeat(grid, block[0], axis=-2)[..., :rows, :]
     return grid if grid.shape[-1] == 1 else np.repeat(grid, block[1], axis=-1)[..., :columns]
 
 def decode_fp8(codes, scale, block=(128, 128), table=E4M3):
-    "code · scale. codes: (…, out, in) uint8; scale: see `fp8_grid`; table: E4M3 or E5M2 → float32 of the shape of `codes`"
+    "code · scale. codes: (…, out, in) uint8, or one row; scale: see `fp8_grid`; table: E4M3 or E5M2 → float32 of the shape of `codes`"
+    if codes.ndim < 2: return decode_fp8(codes.reshape(1, -1), scale, block, table).reshape(codes.shape)
     grid, block = fp8_grid(codes.shape, scale, block)
     out = table.take(codes)
-    out *= spread_grid(grid, block, *(codes.shape[-2:] if codes.ndim > 1 else (1, *codes.shape))).reshape((-1,) if codes.ndim == 1 else grid.shape[:-2] + (-1, 1) if grid.shape[-1] == 1 else codes.shape)
+    out *= spread_grid(grid, block, *codes.shape[-2:])
     return out
 
 # %% ../../nbs/formats/03_nvfp4_fp8.ipynb #d0cf3bef
