@@ -226,6 +226,14 @@ class KernelKey:
         if isinstance(t, types.BaseTuple): return f'{type(t).__name__}({", ".join(map(self._type_key, t))})'
         return str(t)
 
+# %% ../nbs/01_jit.ipynb #ad22792c
+def _mark_used(folder: Path):
+    "Once a process, so that pruning spares it"
+    if folder in _Process.touched: return
+    _Process.touched.add(folder)
+    try: os.utime(folder)
+    except OSError: pass
+
 # %% ../nbs/01_jit.ipynb #a02bd2f2
 class KernelCache(_Cache):
     "The disk cache of one kernel. `load_overload` and `save_overload` are called by Numba under its compiler lock."
@@ -270,13 +278,6 @@ class KernelCache(_Cache):
                 return
             except OSError as e: problems.append(f'{root}: {e.strerror or e}')
         _warn_once(f'compiled kernels cannot be kept, so each start compiles them again ({"; ".join(problems)}); set SPARKINFER_CACHE to a writable folder')
-
-def _mark_used(folder: Path):
-    "Once a process, so that pruning spares it"
-    if folder in _Process.touched: return
-    _Process.touched.add(folder)
-    try: os.utime(folder)
-    except OSError: pass
 
 # %% ../nbs/01_jit.ipynb #6877bea1
 @dataclass(frozen=True)

