@@ -139,13 +139,14 @@ def pack(type_name, data, rows, columns, target, tile_begin=0, tile_end=None):
     if kind == TILE_Q4: return pack_q4(data.ctypes.data, out, rows, blocks, has_min, tile_begin, end)
     if kind == TILE_Q5: return pack_q5(data.ctypes.data, out, rows, blocks, has_min, tile_begin, end)
     if kind == TILE_Q8: return pack_q8(data.ctypes.data, out, rows, blocks, tile_begin, end)
+    from sparkinfer.formats.fast_decode import decode_into                     # here, because models whose types all have tiles never need it
     quant, step = quant_type(type_name), max(1, (1 << 19) // columns)          # about 4 MB of floats at a time
     row_blocks = columns // quant.block_size
     all_blocks = data.reshape(rows * row_blocks, quant.block_bytes)
     for tile in range(tile_begin, end, step):
         stop = min(tile + step, end)
         part = all_blocks[8 * tile * row_blocks: min(8 * stop, rows) * row_blocks]
-        floats = np.ascontiguousarray(quant.decode(part), np.float32).reshape(-1)
+        floats = decode_into(type_name, part, np.empty(len(part) * quant.block_size, np.float32))
         pack_f32(floats.ctypes.data, out, rows, columns, tile, stop)
 
 # %% ../../nbs/ops/01_linear.ipynb #2dcafb3e

@@ -177,10 +177,11 @@ def _wait_until(gate, target):
 
 # %% ../../nbs/ops/07_thread_team.ipynb #179c68df
 class Pace:
-    "How many threads to use for the next step. `trial` steps decide between two counts; a decision holds for `hold` steps"
-    def __init__(self, num_threads, trial=8, hold=200):
-        self.most, self.threads, self.trial, self.hold = num_threads, num_threads, trial, hold
-        self.seconds, self.stalled, self.rest, self.before = [], 0, 0, None
+    """How many threads to use for the next step. `trial` steps decide between two counts. A decision holds for `shortest` steps, and twice as long
+    each time that it is confirmed, up to `longest`: a neighbour that was busy for a moment costs a moment, one that stays is asked after rarely"""
+    def __init__(self, num_threads, trial=8, shortest=16, longest=256):
+        self.most, self.threads, self.trial, self.shortest, self.longest = num_threads, num_threads, trial, shortest, longest
+        self.seconds, self.stalled, self.rest, self.hold, self.before = [], 0, 0, shortest, None
 
     def record(self, seconds, stalled):
         "One step took `seconds` with `self.threads` threads; `stalled`: somebody slept. May change `self.threads`"
@@ -199,5 +200,6 @@ class Pace:
 
     def _judge(self, seconds):
         threads, before = self.before
-        if seconds > before: self.threads = threads
+        if seconds > before: self.threads, self.hold = threads, min(2 * self.hold, self.longest)
+        else: self.hold = self.shortest
         self.before, self.rest = None, self.hold
