@@ -346,7 +346,10 @@ def warmup(model, **load):
 @click.option('--compare', is_flag=True, help='Take turns with llama.cpp (the wheel xllamacpp), flash attention on and off.')
 @click.option('--save', is_flag=True, help='Keep the record under data/results.')
 def bench(model, contexts, prefill, tokens, rounds, threads, runner, compare, save):
-    "Measure prefill and decode; the last line is JSON."
+    "Measure prefill and decode of MODEL, or with `formats` how fast each weight format is decoded; the last line is JSON."
+    if model == 'formats':
+        from sparkinfer.formats.fast_decode import bench_formats
+        return bench_formats(rounds=rounds, save=save)
     from sparkinfer.llm import Progress, load_runner, open_model
     from sparkinfer.measure import compare as c, speed
     settings = c.settings_for(contexts, prefill, tokens)

@@ -3,7 +3,7 @@
   python tools/readme.py           write README.md
   python tools/readme.py --check   exit with 1 if README.md is not what would be written
 Markdown cells go over as they are; code cells as a fenced block with their stored output, unless flagged `hide`. The line `<!-- results -->` becomes the newest
-record of each kind in data/results, as a table."""
+comparison with llama.cpp in data/results, as a table."""
 import json, sys
 from pathlib import Path
 import nbformat
@@ -26,29 +26,19 @@ def cell_text(cell) -> str:
     source = '\n'.join(line for line in lines if not line.startswith('#|')).strip()
     return '\n\n'.join(filter(None, [f'```python\n{source}\n```' if source else '', *map(output_text, cell.outputs)]))
 
-def number(value) -> str: return f'{value:,.2f}'.rstrip('0').rstrip('.') if isinstance(value, float) else f'{value:,}' if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-def tables_of(record: dict) -> dict:
-    "The record's tables: every entry that is a list of flat dicts"
-    return {key: value for key, value in record.items() if isinstance(value, list) and value and all(isinstance(row, dict) for row in value)}
+COMPARISON = {'what': 'SmolLM2-135M Q4_1', 'ours_tok_s': 'sparkinfer, tok/s', 'theirs_tok_s': 'llama.cpp, tok/s', 'ratio': 'ratio'}
 
 def results_table(folder: Path) -> str:
-    "Figures that were measured and saved (`--save`): the newest record of each bench, as tables, with the machine it was measured on"
-    newest = {}
-    for path in sorted(folder.glob('*.json')):                              # names end in the time
-        record = json.loads(path.read_text())
-        if isinstance(record, dict) and tables_of(record): newest[record.get('bench', path.name.split('.')[0])] = record
-    return '\n\n'.join(record_text(bench, record) for bench, record in sorted(newest.items()))
-
-def record_text(bench: str, record: dict) -> str:
-    machine = record.get('machine', {})
-    where = ', '.join(str(v) for v in [machine.get('cpu'), f"{machine['cores']} cores" if machine.get('cores') else None, record.get('time', '')[:10]] if v)
-    return '\n\n'.join([f'**{bench}**' + (f' ({where})' if where else ''), *map(table_text, tables_of(record).values())])
-
-def table_text(rows: list) -> str:
-    columns = list(dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, (dict, list))))
-    lines = ['| ' + ' | '.join(c.replace('_', ' ') for c in columns) + ' |', '|' + '---|' * len(columns)]
-    return '\n'.join(lines + ['| ' + ' | '.join(number(row[c]) if row.get(c) is not None else '' for c in columns) + ' |' for row in rows])
+    "The newest saved comparison with llama.cpp, and the machine it was measured on. All other records are read where they belong, in the chapters"
+    records = sorted(folder.glob('bench-compare.*.json'))                      # names end in the time
+    if not records: return ''
+    record = json.loads(records[-1].read_text())
+    machine = record['machine']
+    lines = ['| ' + ' | '.join(COMPARISON.values()) + ' |', '|---' * len(COMPARISON) + '|']
+    lines += ['| ' + ' | '.join(str(row[key]) for key in COMPARISON) + ' |' for row in record['comparison']]
+    note = (f"Measured with `sparkinfer bench --compare --save` on {machine['cores']} cores of an {machine['cpu']} ({machine['level']}), {record['time'][:10]}, {record['threads']} threads, "
+            'the better of flash attention on and off for llama.cpp, medians of rounds in turn:')
+    return note + '\n\n' + '\n'.join(lines)
 
 def readme() -> str:
     notebook = nbformat.read(ROOT/'nbs'/'index.ipynb', 4)
