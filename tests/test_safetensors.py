@@ -129,6 +129,7 @@ def test_gpt_oss_blocks(tmp_path):
          {'quantization_config': {'quant_method': 'mxfp4', 'modules_to_not_convert': ['lm_head']}})
     with open_folder(tmp_path/'m') as checkpoint:
         assert np.array_equal(checkpoint.tensors['mlp.experts.gate_up_proj'].dequantize(), MXFP4.reshape(2, 3, 96)) and checkpoint.tensors['mlp.experts.gate_up_proj_bias'].shape == (2, 3)
+    with pytest.raises(FormatError, match='down_proj_blocks .* has no mlp.experts.down_proj_scales'): open_folder(make(tmp_path/'n', {'mlp.experts.down_proj_blocks': ('U8', PACKED.reshape(2, 3, 3, 16))}))
 
 
 def test_no_torch_is_needed(tmp_path):

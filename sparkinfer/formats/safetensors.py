@@ -114,7 +114,7 @@ def read_header(buffer, path):
     check_cover(path, places, 8 + length, len(buffer))
     return {name: (dtype, shape, 8 + length + start, 8 + length + stop) for name, (dtype, shape, start, stop) in places.items()}
 
-# %% ../../nbs/formats/02_safetensors.ipynb #8fc6b5d0
+# %% ../../nbs/formats/02_safetensors.ipynb #4ffe0b51
 INDEX, SHARD_NAME = 'model.safetensors.index.json', re.compile(r'(.*-)(\d{5})-of-(\d{5})\.safetensors', re.DOTALL)
 
 def read_index(path):
@@ -133,6 +133,7 @@ def listed(names, limit=8):
     names = [printable(name) for name in names]
     return ', '.join(names[:limit]) + (f' and {len(names) - limit} more' if len(names) > limit else '')
 
+# %% ../../nbs/formats/02_safetensors.ipynb #79e9abfa
 def find_files(path):
     "The safetensors files of a model, given its folder or one of its files → (folder, files, weight_map or {}). ModelNotFound, or FormatError when it is not clear which files."
     if path.is_file() and path.suffix == '.safetensors' and not SHARD_NAME.fullmatch(path.name): return path.parent, [path], {}
@@ -275,7 +276,7 @@ class Assembly:
             if found and found.dtype in ('F32', 'F16', 'BF16'): return {key: (found, found.numbers())}
         return {}
 
-# %% ../../nbs/formats/02_safetensors.ipynb #4ffe0b51
+# %% ../../nbs/formats/02_safetensors.ipynb #25e5bff6
 @patch
 def four_bits(self: Assembly, weight, base):
     "NVFP4 or MXFP4 whose codes are `weight`; base: the name that its scales begin with (`X.weight`, or `experts.gate_up_proj`)"
@@ -299,11 +300,12 @@ def four_bits(self: Assembly, weight, base):
 def gpt_oss(self: Assembly, weight, base):
     "MXFP4 as gpt-oss stores it: `X_blocks` (…, in / 32, 16) and `X_scales` (…, in / 32)"
     scale = self.find(base + '_scales')
-    if scale.dtype not in ('U8', 'F8_E8M0') or weight.dtype != 'U8' or weight.shape != (*scale.shape, 16):
+    if not scale: return self.faults.append(f'{printable(weight.name)} ({weight.dtype}) has no {printable(base)}_scales')
+    if scale.dtype not in ('U8', 'F8_E8M0') or weight.shape != (*scale.shape, 16):
         return self.faults.append(f'{printable(weight.name)} of {shape_text(weight.shape)} has scales of {shape_text(scale.shape)} {scale.dtype}, and must have one for each 16 bytes')
     self.add(base, 'MXFP4_ROWS', (*scale.shape[:-1], 32 * scale.shape[-1]), weight, {'block': (scale, scale.data.reshape(scale.shape))})
 
-# %% ../../nbs/formats/02_safetensors.ipynb #79e9abfa
+# %% ../../nbs/formats/02_safetensors.ipynb #76a4df4a
 @patch
 def eight_bits(self: Assembly, weight):
     "FP8 by tensor, channel or block"
@@ -324,7 +326,7 @@ def assemble(stored, weight_block=(128, 128)):
     work = Assembly(stored, weight_block)
     for name, s in stored.items():
         if name.endswith('_packed'): work.four_bits(s, name.removesuffix('_packed'))
-        elif name.endswith('_blocks') and name.removesuffix('_blocks') + '_scales' in stored: work.gpt_oss(s, name.removesuffix('_blocks'))
+        elif name.endswith('_blocks') and s.dtype == 'U8': work.gpt_oss(s, name.removesuffix('_blocks'))
         elif s.dtype in ('U8', 'F4') and not SCALE_NAME.search(name) and (name.endswith('.weight') or name + '_scale' in stored or name + '_weight_scale' in stored): work.four_bits(s, name)
     for name, s in stored.items():
         if s.dtype in ('F8_E4M3', 'F8_E5M2') and name not in work.used and not SCALE_NAME.search(name): work.eight_bits(s)
@@ -471,7 +473,7 @@ def describe_folder(checkpoint) -> str:
         if names: lines += ['', f'{label}: {listed(names, 20)}']
     return '\n'.join(lines)
 
-# %% ../../nbs/formats/02_safetensors.ipynb #76a4df4a
+# %% ../../nbs/formats/02_safetensors.ipynb #8fc6b5d0
 def split_rows(tensor, sizes, names=None):
     "Cut a matrix (or a stack of them) into parts of `sizes` rows each, every part with its own share of the scales; a scale that holds for all is copied to each. → list of FolderTensor. FormatError when the sizes do not add up."
     lead, (rows, columns) = tensor.shape[:-2], tensor.shape[-2:]
@@ -492,6 +494,7 @@ def split_rows(tensor, sizes, names=None):
         parts.append(FolderTensor(names[i] if names else f'{tensor.name}[{a}:{b}]', (*lead, int(b - a), columns), tensor.type, data, own, served))
     return parts
 
+# %% ../../nbs/formats/02_safetensors.ipynb #90ceeaf7
 def fuse_rows(tensors, name):
     "Stack matrices of one type on top of each other, without changing a weight: factors that differ become one for each row. FormatError when types or widths differ."
     first = tensors[0]
@@ -580,7 +583,7 @@ def kind_of(tensor):
     if tensor.type.name == 'FP8': return None if not one_each else 'FP8' if tensor.scales['weight'].size == 1 else {(1, tensor.shape[-1]): 'FP8_CHANNEL', (128, 128): 'FP8_BLOCK'}.get(tensor.block)
     return tensor.type.name if tensor.type.name in PLAIN_TYPES else None
 
-# %% ../../nbs/formats/02_safetensors.ipynb #25e5bff6
+# %% ../../nbs/formats/02_safetensors.ipynb #b2fc27de
 @dataclass(frozen=True)
 class Plan:
     "One tensor to write. arrays: stored name → (dtype, shape); make() → these arrays, in this order"
@@ -611,6 +614,7 @@ def plan(name, value, dialect):
     with_input = kind in QUANTISED and bool({'input', 'input_divisor'} & value.scales.keys())
     return Plan(name, kind, layout(name, kind, value.shape, dialect, with_input), (lambda: kept(value, dialect)) if kind in QUANTISED else lambda: [value.data], with_input)
 
+# %% ../../nbs/formats/02_safetensors.ipynb #326f1fd9
 def from_blocks(tensor):
     "A GGUF tensor of NVFP4 or MXFP4 blocks as `FolderTensor`, without rounding (its factor, in a tensor of its own, is 1 here)"
     nv, rows = tensor.type.name == 'NVFP4', tensor.data.reshape(-1, tensor.type.block_bytes)
