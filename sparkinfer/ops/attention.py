@@ -66,13 +66,14 @@ def write_value(tag, cache, position, head_dim, value):
         if is_f32(tag): store(cache + 4 * (position * head_dim + i), load_f32x8(value + 4 * i))
         else: store_f16x8(cache + 2 * (position * head_dim + i), load_f32x8(value + 4 * i))
 
-# %% ../../nbs/ops/03_attention.ipynb #d35532ab
+# %% ../../nbs/ops/03_attention.ipynb #3b9e5acc
 @jit
 def element_bytes(tag): return 4 if is_f32(tag) else 2
 
 @jit
 def load8(tag, address): return load_f32x8(address) if is_f32(tag) else load_f16x8(address)
 
+# %% ../../nbs/ops/03_attention.ipynb #6978b005
 @jit
 def _scores_1(tag, q, keys, head_dim, scale, out):
     "Scores of 32 positions of one head: float32[32] at `out`"
@@ -109,6 +110,7 @@ def _scores_2(tag, q, keys, head_dim, scale, out):
     store(out, mul(a0, s)); store(out + 32, mul(a1, s)); store(out + 64, mul(a2, s)); store(out + 96, mul(a3, s))
     store(o, mul(b0, s)); store(o + 32, mul(b1, s)); store(o + 64, mul(b2, s)); store(o + 96, mul(b3, s))
 
+# %% ../../nbs/ops/03_attention.ipynb #d35532ab
 @jit
 def _scores_3(tag, q, keys, head_dim, scale, out):
     "The same for three heads"
@@ -133,7 +135,7 @@ def _scores_3(tag, q, keys, head_dim, scale, out):
     store(o, mul(b0, s)); store(o + 32, mul(b1, s)); store(o + 64, mul(b2, s)); store(o + 96, mul(b3, s))
     store(t, mul(c0, s)); store(t + 32, mul(c1, s)); store(t + 64, mul(c2, s)); store(t + 96, mul(c3, s))
 
-# %% ../../nbs/ops/03_attention.ipynb #6978b005
+# %% ../../nbs/ops/03_attention.ipynb #0a724c13
 @jit
 def _values_1(tag, weights, values, row, count, out):
     "32 channels: sum over positions of weight * value. `row`: bytes from one position to the next"
@@ -166,6 +168,7 @@ def _values_2(tag, weights, values, row, count, out, out_stride):
     o = out + out_stride
     store(o, b0); store(o + 32, b1); store(o + 64, b2); store(o + 96, b3)
 
+# %% ../../nbs/ops/03_attention.ipynb #416cebbe
 @jit
 def _values_3(tag, weights, values, row, count, out, out_stride):
     a0, a1, a2, a3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
@@ -195,7 +198,7 @@ def _values_narrow(tag, weights, values, row, count, out):
     for t in range(count): a = fma(load8(tag, values + row * t), splat(load_f32(weights + 4 * t)), a)
     store(out, a)
 
-# %% ../../nbs/ops/03_attention.ipynb #0a724c13
+# %% ../../nbs/ops/03_attention.ipynb #170b3311
 PARTIAL_HEADER = 32                           # bytes before o
 
 @jit
@@ -214,6 +217,7 @@ def _softmax_chunk(scores, count, partial):
     store(partial, m)
     store(partial + 4, sum_lanes(total))
 
+# %% ../../nbs/ops/03_attention.ipynb #25da614d
 @jit
 def _attend_rows(tag, q, rows, keys, values, count, head_dim, scale, scores, partial, stride):
     "One, two or three heads against a chunk"
@@ -244,6 +248,7 @@ def attend_chunk(tag, q, heads, keys, values, count, head_dim, scale, scores, pa
         _attend_rows(tag, q + 4 * head_dim * done, rows, keys, values, count, head_dim, scale, scores, partial + stride * done, stride)
         done += rows
 
+# %% ../../nbs/ops/03_attention.ipynb #4d561a1c
 @jit
 def merge_reset(state, head_dim):
     "An answer over no positions at all"

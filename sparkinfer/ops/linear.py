@@ -183,7 +183,7 @@ def tile_q4(weights, record, num_blocks):
         weights += 160; q += 32; d += 4
     return total
 
-# %% ../../nbs/ops/01_linear.ipynb #735a58ca
+# %% ../../nbs/ops/01_linear.ipynb #d4933359
 @jit
 def tile_q5(weights, record, num_blocks):
     "Eight rows of 5-bit weights with scale and min -> f32x8. An AVX2 accumulator holds four 5-bit products, so low and high halves are totalled apart"
@@ -209,6 +209,7 @@ def tile_q5(weights, record, num_blocks):
         weights += 192; q += 32; d += 4
     return total
 
+# %% ../../nbs/ops/01_linear.ipynb #8eb6cb92
 @jit
 def tile_q8(weights, record, num_blocks):
     "Eight rows of signed bytes with a scale -> f32x8"
@@ -226,6 +227,7 @@ def tile_q8(weights, record, num_blocks):
         weights += 272; q += 32; d += 4
     return total
 
+# %% ../../nbs/ops/01_linear.ipynb #ee1ad7a4
 @jit
 def tile(kind, weights, record, num_blocks):
     "Eight rows of any tile format times one activation record -> f32x8"

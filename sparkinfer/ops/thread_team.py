@@ -11,6 +11,7 @@ import os, sys, threading
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+from fastcore.basics import patch
 import numpy as np
 from ..jit import jit
 from .simd import _call, _pointer
@@ -108,6 +109,17 @@ def barrier(address, num_threads):
         gate_open(address)
     else: gate_wait(address, seen, SPINS)
 
+# %% ../../nbs/ops/07_thread_team.ipynb #e03ab89f
+@jit
+def _atomic_read(address): return atomic_load(address)
+
+@jit
+def _wait_until(gate, target):
+    while True:
+        seen = atomic_load(gate)
+        if seen >= target: return
+        gate_wait(gate, seen, SPINS)
+
 # %% ../../nbs/ops/07_thread_team.ipynb #272ec1b6
 class ThreadTeam:
     "`num_threads` threads that run the same function together"
@@ -151,29 +163,21 @@ class ThreadTeam:
                 self._work, errors, self._errors = None, self._errors, []
             if errors: raise errors[0]
 
-    @property
-    def stalls(self):
-        "How often a thread has had to sleep because another one was late, since the team began"
-        if self._pid != os.getpid(): return 0
-        return _atomic_read(self._barrier + 2 * WORD) + _atomic_read(self._done + 2 * WORD)
+# %% ../../nbs/ops/07_thread_team.ipynb #0e9f272d
+@patch(as_prop=True)
+def stalls(self: ThreadTeam):
+    "How often a thread has had to sleep because another one was late, since the team began"
+    if self._pid != os.getpid(): return 0
+    return _atomic_read(self._barrier + 2 * WORD) + _atomic_read(self._done + 2 * WORD)
 
-    def close(self):
-        "End the threads; the team may be used again and then starts new ones"
-        if self._pid == os.getpid() and self._threads:
-            self._closing = True
-            gate_open(self._go)
-            for thread in self._threads: thread.join()
-        self._threads, self._pid = [], None
-
-@jit
-def _atomic_read(address): return atomic_load(address)
-
-@jit
-def _wait_until(gate, target):
-    while True:
-        seen = atomic_load(gate)
-        if seen >= target: return
-        gate_wait(gate, seen, SPINS)
+@patch
+def close(self: ThreadTeam):
+    "End the threads; the team may be used again and then starts new ones"
+    if self._pid == os.getpid() and self._threads:
+        self._closing = True
+        gate_open(self._go)
+        for thread in self._threads: thread.join()
+    self._threads, self._pid = [], None
 
 # %% ../../nbs/ops/07_thread_team.ipynb #179c68df
 class Pace:
