@@ -450,7 +450,7 @@ def submit(self: CpuRunner, batch, sampling=None):
 @patch
 def collect(self: CpuRunner, handle): return handle
 
-# %% ../../nbs/models/04_cpu_runner.ipynb #ced01682
+# %% ../../nbs/models/04_cpu_runner.ipynb #77e34fa4
 @patch
 def _decode(self: CpuRunner, batch):
     "One row -> logits (outputs, vocab), a view of the plan's buffer"
@@ -461,6 +461,7 @@ def _decode(self: CpuRunner, batch):
     self.pace.record(time.perf_counter() - start, self.team.stalls > stalls)
     return np.broadcast_to(self.logits[:self.config.vocab_size], (len(batch.output_rows), self.config.vocab_size))
 
+# %% ../../nbs/models/04_cpu_runner.ipynb #054c6a26
 @patch
 def _batch(self: CpuRunner, batch):
     "Many rows, `max_rows` at a time -> logits (outputs, vocab)"
@@ -473,6 +474,13 @@ def _batch(self: CpuRunner, batch):
         if len(inside): logits[inside] = self._head(wanted[inside] - start)
     return logits
 
+def runs_of(slots):
+    "Cut a batch in runs of at most RUN rows of one slot. -> int64 (runs, 2): first row, rows"
+    borders = np.flatnonzero(np.diff(slots)) + 1
+    runs = [(first, min(RUN, stop - first)) for start, stop in zip([0, *borders], [*borders, len(slots)]) for first in range(start, stop, RUN)]
+    return np.array(runs, np.int64).reshape(-1, 2)
+
+# %% ../../nbs/models/04_cpu_runner.ipynb #7477bc53
 @patch
 def _head(self: CpuRunner, rows):
     c, out = self.config, []
@@ -491,8 +499,4 @@ def _embed(self: CpuRunner, tokens):
     rows = table.data.reshape(table.shape[0], -1)[tokens]
     self.x[:len(tokens)] = table.type.decode(rows.reshape(-1, table.type.block_bytes)).reshape(len(tokens), -1)
 
-def runs_of(slots):
-    "Cut a batch in runs of at most RUN rows of one slot. -> int64 (runs, 2): first row, rows"
-    borders = np.flatnonzero(np.diff(slots)) + 1
-    runs = [(first, min(RUN, stop - first)) for start, stop in zip([0, *borders], [*borders, len(slots)]) for first in range(start, stop, RUN)]
-    return np.array(runs, np.int64).reshape(-1, 2)
+
