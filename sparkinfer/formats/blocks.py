@@ -290,7 +290,7 @@ def moved_weights(name, samples=24):
 def draw_bits(names, title=''):
     "A strip for each type: a column for each byte, bit 0 at the bottom. Blue to green: moves one weight, by its place. Yellow to red: moves several, up to all. Grey: moves none."
     import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(len(names), 1, figsize=(7.2, .45 + .55 * len(names)), dpi=80, squeeze=False)
+    fig, axes = plt.subplots(len(names), 1, figsize=(7.2, .45 + .55 * len(names)), squeeze=False)
     for ax, name in zip(axes[:, 0], names):
         moved = moved_weights(name)
         count, first, size = moved.sum(2), moved.argmax(2), max(moved.shape[2], 2)

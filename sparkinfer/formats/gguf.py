@@ -10,10 +10,11 @@ __all__ = ['FEW', 'NUMBER_SIZES', 'NUMBER_CODES', 'KINDS', 'DEEPEST_ARRAY', 'MIS
            'open_gguf', 'whole_number', 'split_paths', 'check_parts', 'kind_of', 'element_kind', 'pack_string',
            'pack_value', 'as_tensor', 'write_data', 'write_gguf', 'value_text', 'describe', 'columns']
 
-# %% ../../nbs/formats/01_gguf.ipynb #affede59
+# %% ../../nbs/formats/01_gguf.ipynb #02ded95a
 import math, mmap, os, re, struct
 from dataclasses import dataclass
 from pathlib import Path
+from fastcore.basics import patch
 import numpy as np
 from ..errors import FormatError, ModelNotFound, SparkinferError
 from .blocks import QUANT_TYPES, QuantType, TYPES_BY_ID, WITHDRAWN, quant_type
@@ -301,15 +302,7 @@ class Checkpoint:
     @property
     def nbytes(self): return sum(t.nbytes for t in self.tensors.values())
 
-    def __repr__(self):
-        size = sum(t.size for t in self.tensors.values())
-        return (f'Checkpoint({self.path.name}: {printable(str(self.metadata.get("general.architecture", "no architecture")))}, {len(self.tensors)} tensors, {size_text(self.nbytes)}'
-                + (f', {8 * self.nbytes / size:.2f} bits per weight' if size else '') + (f', {len(self.paths)} parts' if len(self.paths) > 1 else '') + (', closed' if self.closed else '') + ')')
-
-    def _repr_markdown_(self):
-        rows = ''.join(f'| {name} | {count} | {size:,} | {size_text(nbytes)} |\n' for name, count, size, nbytes in totals_by_type(self))
-        return f'`{self!r}`\n\n| type | tensors | weights | bytes |\n|---|--:|--:|--:|\n{rows}'
-
+# %% ../../nbs/formats/01_gguf.ipynb #637e499e
 def totals_by_type(checkpoint):
     "[(type name, tensors, weights, bytes)] of a checkpoint, the largest first"
     totals = {}
@@ -317,6 +310,17 @@ def totals_by_type(checkpoint):
         count, size, nbytes = totals.get(t.type.name, (0, 0, 0))
         totals[t.type.name] = count + 1, size + t.size, nbytes + t.nbytes
     return sorted(((name, *row) for name, row in totals.items()), key=lambda row: -row[3])
+
+@patch
+def __repr__(self: Checkpoint):
+    size = sum(t.size for t in self.tensors.values())
+    return (f'Checkpoint({self.path.name}: {printable(str(self.metadata.get("general.architecture", "no architecture")))}, {len(self.tensors)} tensors, {size_text(self.nbytes)}'
+            + (f', {8 * self.nbytes / size:.2f} bits per weight' if size else '') + (f', {len(self.paths)} parts' if len(self.paths) > 1 else '') + (', closed' if self.closed else '') + ')')
+
+@patch
+def _repr_markdown_(self: Checkpoint):
+    rows = ''.join(f'| {name} | {count} | {size:,} | {size_text(nbytes)} |\n' for name, count, size, nbytes in totals_by_type(self))
+    return f'`{self!r}`\n\n| type | tensors | weights | bytes |\n|---|--:|--:|--:|\n{rows}'
 
 # %% ../../nbs/formats/01_gguf.ipynb #354777af
 def map_file(path):

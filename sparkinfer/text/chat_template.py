@@ -96,14 +96,12 @@ def _guarded(filter):
     return inner
 
 # %% ../../nbs/text/01_chat_template.ipynb #b8632500
-class _Sandbox(ImmutableSandboxedEnvironment):
-    "Jinja as chat templates expect it, bounded in time and size"
-    intercepted_binops = frozenset(['+', '*', '**', '%'])
-
+class _Clocked(ImmutableSandboxedEnvironment):
+    "Jinja as chat templates expect it, bounded in time and in the length of its output"
     def __init__(self, seconds=MAX_SECONDS, now=datetime.now):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self._seconds, self._local = seconds, threading.local()
-        self.filters = {name: _guarded(f) for name, f in self.filters.items()} | {'tojson': _tojson, '_watched': self._watched, '_sized': self._sized}
+        self.filters = {name: _guarded(f) for name, f in self.filters.items()} | {'tojson': _tojson, '_watched': self._watched}
         self.globals |= dict(raise_exception=_raise_exception, strftime_now=lambda form: now().strftime(form))
         del self.globals['lipsum']
 
@@ -113,19 +111,46 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def _watched(self, items):
         for item in items: self._tick(); yield item
 
+    def _parse(self, source, name, filename):
+        tree = super()._parse(source, name, filename)
+        for loop in list(tree.find_all(nodes.For)): loop.iter = _filtered(loop.iter, '_watched')
+        return tree.set_environment(self)
+
+    def call(self, context, function, *args, **kwargs):
+        self._tick()
+        return super().call(context, function, *args, **kwargs)
+
+    def run(self, template, variables):
+        "The template's output"
+        self._local.deadline = time.monotonic() + self._seconds
+        parts, total = [], 0
+        for part in template.generate(variables):
+            self._tick()
+            parts.append(part); total += len(part)
+            _check(total <= MAX_CHARS, 'a prompt')
+        return ''.join(parts)
+
+def _filtered(node, filter): return nodes.Filter(node, filter, [], [], None, None, lineno=node.lineno)
+
+# %% ../../nbs/text/01_chat_template.ipynb #4ef11ca1
+class _Sandbox(_Clocked):
+    "The same, with single values bounded too"
+    intercepted_binops = frozenset(['+', '*', '**', '%'])
+
+    def __init__(self, seconds=MAX_SECONDS, now=datetime.now):
+        super().__init__(seconds, now)
+        self.filters['_sized'] = self._sized
+
     def _sized(self, text):
         _check(len(text) <= MAX_CHARS)
         return text
 
     def _parse(self, source, name, filename):
         tree = super()._parse(source, name, filename)
-        wrap = lambda node, filter: nodes.Filter(node, filter, [], [], None, None, lineno=node.lineno)
-        for loop in list(tree.find_all(nodes.For)): loop.iter = wrap(loop.iter, '_watched')
-        for call in list(tree.find_all(nodes.Concat)): call.nodes = [wrap(nodes.Concat(call.nodes, lineno=call.lineno), '_sized')]
+        for joined in list(tree.find_all(nodes.Concat)): joined.nodes = [_filtered(nodes.Concat(joined.nodes, lineno=joined.lineno), '_sized')]
         return tree.set_environment(self)
 
     def call(self, context, function, *args, **kwargs):
-        self._tick()
         for value in (*args, *kwargs.values()): _check(type(value) is not int or value <= MAX_CHARS)
         return super().call(context, function, *args, **kwargs)
 
@@ -141,16 +166,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == '%' and isinstance(left, str): _check(not re.search(r'\d{7}|\*', left))
         if operator == '+': _check(size(left) + size(right) <= MAX_CHARS)
         return super().call_binop(context, operator, left, right)
-
-    def run(self, template, variables):
-        "The template's output"
-        self._local.deadline = time.monotonic() + self._seconds
-        parts, total = [], 0
-        for part in template.generate(variables):
-            self._tick()
-            parts.append(part); total += len(part)
-            _check(total <= MAX_CHARS, 'a prompt')
-        return ''.join(parts)
 
 # %% ../../nbs/text/01_chat_template.ipynb #6a845c79
 class _Raised(jinja2.TemplateError):
