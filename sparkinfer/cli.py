@@ -348,7 +348,7 @@ def warmup(model, **load):
 def bench(model, contexts, prefill, tokens, rounds, threads, runner, compare, save):
     "Measure prefill and decode of MODEL, or with `formats` how fast each weight format is decoded; the last line is JSON."
     if model == 'formats':
-        from sparkinfer.formats.fast_decode import bench_formats
+        from sparkinfer.measure.format_speed import bench_formats
         return bench_formats(rounds=rounds, save=save)
     from sparkinfer.llm import Progress, load_runner, open_model
     from sparkinfer.measure import compare as c, speed

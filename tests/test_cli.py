@@ -45,7 +45,7 @@ def test_a_bad_file_is_one_line(files, command, name, says):
     if name == 'locked.gguf' and os.geteuid() == 0: pytest.skip('root may read everything')
     if (command, name) == ('inspect', 'alien.gguf'): pytest.skip('a file of another architecture can be looked at')
     path = files/name
-    done = sparkinfer(*{'run': ['run', 'Hello', '-m', path]}.get(command, [command, path]))
+    done = sparkinfer(*{'run': ['run', 'Hello', '-m', path], 'serve': ['serve', path, '--port', '0']}.get(command, [command, path]))
     assert done.returncode == 1 and done.stdout == ''
     assert re.fullmatch(r'error: .*\n', said(done)) and says in done.stderr
 

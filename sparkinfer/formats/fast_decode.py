@@ -10,7 +10,7 @@ __all__ = ['BYTES', 'FLOATS', 'WORDS', 'FLAGS', 'codes16', 'NOTHING', 'doubled_e
            'fast_q4_k', 'fast_q5_k', 'fast_q2_k', 'fast_q3_k', 'fast_q6_k', 'fast_mxfp4', 'fast_nvfp4', 'fast_iq4_nl',
            'fast_iq4_xs', 'fast_tq2_0', 'digits', 'fast_tq1_0', 'fast_q1_0', 'fast_q2_0', 'octet', 'two_quartets',
            'quarter_scale', 'fast_iq2_xxs', 'fast_iq2_xs', 'fast_iq2_s', 'fast_iq3_xxs', 'fast_iq3_s', 'shifted_octet',
-           'fast_iq1_s', 'fast_iq1_m', 'whole_blocks', 'spec_into', 'decode_into', 'bench_formats']
+           'fast_iq1_s', 'fast_iq1_m', 'whole_blocks', 'spec_into', 'decode_into']
 
 # %% ../../nbs/formats/06_fast_decode.ipynb #b81b987e
 from llvmlite import ir
@@ -421,25 +421,3 @@ def decode_into(type_name, data, out):
     blocks, rows = whole_blocks(quant, data, out)
     kernel(blocks, rows, *([grid(LISTS[quant.name])] if quant.name in LISTS else []))
     return out
-
-# %% ../../nbs/formats/06_fast_decode.ipynb #4ee0a95f
-def bench_formats(names=None, weights=1 << 24, rounds=5, save=False, out=None):
-    """Time `decode_into` and the spec for every type (or those named) on one core, print a table and, as the last line, JSON; `save` keeps it under data/results → the record.
-    weights: how many are decoded in a round. Types must be equal to the spec bit for bit first."""
-    from sparkinfer.formats.blocks import random_blocks
-    from sparkinfer.measure.speed import interleave, memory_bandwidth, report, text_table
-    bandwidth, rows, records = memory_bandwidth(), [], []
-    for name in names or KERNELS:
-        quant = quant_type(name)
-        blocks = random_blocks(quant.name, weights // quant.block_size)
-        result, few = np.empty((len(blocks), quant.block_size), np.float32), slice(0, max(1, len(blocks) // 16))
-        equal = np.array_equal(decode_into(name, blocks[few], result[few]).view(np.uint32).ravel(), quant.decode(blocks[few]).view(np.uint32).ravel())
-        times = interleave(dict(fast=lambda: decode_into(name, blocks, result) is None, spec=lambda: spec_into(name, blocks[few], result[few]) is None), rounds)
-        written, read = result.nbytes / times['fast'].median / 1e9, blocks.nbytes / times['fast'].median / 1e9
-        spec = result[few].nbytes / times['spec'].median / 1e9
-        share = (written + read) * 1e9 / bandwidth.ceiling
-        rows.append([quant.name, f'{quant.bits:.2f}', f'{written:.1f}', f'{read:.2f}', f'{100 * share:.0f}', f'{spec:.2f}', f'{written / spec:.0f}', 'yes' if equal else 'NO'])
-        records.append(dict(type=quant.name, bits=quant.bits, equal=equal, out_gb_s=round(written, 3), in_gb_s=round(read, 3), percent_of_bandwidth=round(100 * share, 1), numpy_out_gb_s=round(spec, 3),
-                            spread=round(times['fast'].spread, 3), seconds=[round(s, 6) for s in times['fast'].seconds]))
-    table = text_table(['type', 'bits', 'GB/s out', 'GB/s in', '% of bandwidth', 'NumPy GB/s out', 'times faster', 'bits equal'], rows)
-    return report('bench-formats', f'{weights:,} weights, one core; memory: {bandwidth}\n\n{table}', dict(weights=weights, rounds=rounds, bandwidth_gb_s=round(bandwidth.ceiling / 1e9, 2), types=records), save, out)
