@@ -36,11 +36,25 @@ def test_imports_go_down(path):
     up = sorted(name for name in imports(path) if floor(name) > floor(module))
     assert not up, f'{module} (floor {floor(module)}) imports from above: {up}'
 
-@pytest.mark.parametrize('path', [p for p in MODULES if module_name(p).split('.')[0] in KERNEL_WINGS], ids=module_name)
+def kernel_circle() -> list:
+    "The modules that define kernels, and all modules of the kernel wings that those import, directly or not: what a kernel can see"
+    paths = {module_name(p): p for p in MODULES if module_name(p).split('.')[0] in KERNEL_WINGS}
+    todo, seen = [name for name, path in paths.items() if '@jit' in path.read_text() or '@intrinsic' in path.read_text()], set()
+    while todo:
+        if (name := todo.pop()) in seen: continue
+        seen.add(name)
+        todo += [other for other in paths if any(i == other or i.startswith(other + '.') for i in imports(paths[name]))]
+    return sorted(paths[name] for name in seen)
+
+@pytest.mark.parametrize('path', kernel_circle(), ids=module_name)
 def test_kernels_see_hashed_sources_only(path):
     "The kernel cache hashes the sources of KERNEL_WINGS. A kernel that called a helper in another wing could run stale code."
     outside = sorted(name for name in imports(path) if name.split('.')[0] not in KERNEL_WINGS + GROUND)
     assert not outside, f'{module_name(path)} imports {outside}; the kernel cache does not look there'
+
+def test_the_circle_has_the_kernels_and_what_they_call():
+    names = {module_name(p) for p in kernel_circle()}
+    assert {'ops.simd', 'ops.linear', 'models.cpu_runner', 'models.forward', 'formats.blocks', 'formats.fast_decode'} <= names
 
 def test_the_test_sees_relative_imports(tmp_path, monkeypatch):
     "Exported modules import relatively; a check that only reads absolute names would pass anything"
