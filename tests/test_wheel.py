@@ -91,3 +91,13 @@ def test_serve_from_the_wheel(installed, tmp_path):
         process.terminate()
         process.wait(timeout=30)
         log.close()
+
+def test_an_editable_install_is_found_from_the_folder_above(tmp_path):
+    "The checkout is a folder named like the package. Started beside it, Python must not take that folder for the package"
+    build = "import setuptools.build_meta as b, sys; print(b.build_editable(sys.argv[1]))"
+    copy = tmp_path/'beside'/'sparkinfer'
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.git', '.venv', 'nbs', 'data', 'tests', '*.egg-info', 'build'))
+    done = subprocess.run([sys.executable, '-c', build, str(tmp_path)], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob('*.whl'))) as wheel: names = wheel.namelist()
+    assert any(n.endswith('.pth') and str(copy) in zipfile.ZipFile(next(tmp_path.glob('*.whl'))).read(n).decode() for n in names), names

@@ -36,7 +36,7 @@ def results_table(folder: Path) -> str:
     machine = record['machine']
     lines = ['| ' + ' | '.join(COMPARISON.values()) + ' |', '|---' * len(COMPARISON) + '|']
     lines += ['| ' + ' | '.join(str(row[key]) for key in COMPARISON) + ' |' for row in record['comparison']]
-    note = (f"Measured with `sparkinfer bench --compare --save` on {machine['cores']} cores of an {machine['cpu']} ({machine['level']}), {record['time'][:10]}, {record['threads']} threads, "
+    note = (f"Measured with `sparkinfer bench --compare --save --prefill 128,512,2048` on {machine['cores']} cores of an {machine['cpu']} ({machine['level']}), {record['time'][:10]}, {record['threads']} threads, "
             'the better of flash attention on and off for llama.cpp, medians of rounds in turn:')
     return note + '\n\n' + '\n'.join(lines)
 

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 import numpy as np
-from ..errors import RequestError, SparkinferError
+from ..errors import FormatError, RequestError, SparkinferError
 
 # %% ../../nbs/engine/00_request.ipynb #a05a2f7a
 @dataclass(frozen=True)
@@ -119,7 +119,9 @@ class EngineDefaults:
         "The model file's recommendations, overruled by the `settings` that are not None"
         found, sources = {}, {}
         for name, key in _FILE_KEYS.items():
-            if key in metadata: found[name], sources[name] = KNOBS[name].kind(metadata[key]), 'model file'
+            if key not in metadata: continue
+            try: found[name], sources[name] = KNOBS[name].kind(metadata[key]), 'model file'
+            except (TypeError, ValueError, OverflowError): raise FormatError(f'`{key}` in the model file is {str(metadata[key])[:40]!r}, which is not a number') from None
         for name, value in settings.items():
             if value is not None: found[name], sources[name] = value, 'setting'
         return cls(**found, sources=sources)
