@@ -1,0 +1,156 @@
+"""Encoders against llama.cpp's and against hostile distributions; conversion: what survives a crash, how much memory it takes, what llama.cpp says about the result"""
+import importlib.util, json, os, signal, subprocess, sys, time, tracemalloc
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from sparkinfer.errors import FormatError, SparkinferError, UnsupportedError
+from sparkinfer.formats.blocks import quant_type
+from sparkinfer.formats.gguf import open_gguf, write_gguf
+from sparkinfer.formats.quantize import K_LAYOUTS, RECIPES, SIMPLE_CODES, choose_type, encode, relative_error
+from sparkinfer.models.convert import convert
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = json.loads((ROOT/'data'/'reference'/'llama-cpp-quantize.json').read_text())
+ENCODED = [*K_LAYOUTS, *SIMPLE_CODES]
+needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec('xllamacpp') is None, reason='xllamacpp comes with the parity extra')
+
+def distributions(rows=400):
+    "Weights that no model would have, and some that every model has"
+    draw = np.random.default_rng(7)
+    normal = draw.normal(0, .02, (rows, 256))
+    outlier = normal.copy()
+    outlier[:, 17] *= 60
+    sizes = np.exp(draw.normal(0, 1.5, (rows, 8, 1)))
+    return {name: np.float32(x) for name, x in dict(
+        normal=normal, heavy_tails=draw.standard_t(3, (rows, 256)) * .02, outlier=outlier, positive=np.abs(normal) + .01, negative=-np.abs(normal) - .01, sparse=np.where(draw.random((rows, 256)) < .9, 0, normal),
+        unequal_runs=(normal.reshape(rows, 8, 32) * sizes).reshape(rows, 256), three_values=draw.integers(-1, 2, (rows, 256)) * .03, large=normal * 1e5, small=normal * 1e-3).items()}
+
+@pytest.fixture(scope='module')
+def weights(): return distributions()
+
+@pytest.mark.parametrize('name', ENCODED)
+def test_blocks_decode_as_the_reference_decodes_them(name, weights):
+    for x in weights.values():
+        blocks = encode(x, name)
+        assert np.array_equal(quant_type(name).decode(blocks).ravel(), gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name]).ravel())
+
+@pytest.mark.parametrize('name', ENCODED)
+def test_search_is_no_worse_than_rounding(name, weights):
+    for label, x in weights.items(): assert relative_error(x, name) <= relative_error(x, name, 'nearest') * 1.0001, label
+
+@pytest.mark.parametrize('name', ['Q2_K', 'Q4_K', 'Q5_K'])
+def test_lloyd_is_better_than_rounding_and_keeps_scales_normal(name, weights):
+    for label in ('normal', 'heavy_tails', 'unequal_runs', 'outlier'):
+        assert relative_error(weights[label], name, 'lloyd') < relative_error(weights[label], name, 'nearest'), label
+    at = {'Q2_K': 80}.get(name, 0)
+    d = encode(weights['small'], name, 'lloyd')[:, at:at + 2].view('<f2')
+    assert (d >= 2**-14).all()
+
+@needs_llama_cpp
+def test_no_worse_than_llama_cpp_on_anything(weights, tmp_path):
+    "In a child process, since a fault in its library would end this one"
+    np.savez(tmp_path/'weights.npz', **weights)
+    code = f'''import sys; sys.path.insert(0, {str(ROOT/"tools")!r})
+import numpy as np
+from llama_cpp_quantize import llama_cpp_quantize
+weights = np.load({str(tmp_path/"weights.npz")!r})
+np.savez({str(tmp_path/"theirs.npz")!r}, **{{f"{{name}} {{label}}": llama_cpp_quantize(weights[label], name) for name in {list(K_LAYOUTS)} for label in weights}})'''
+    subprocess.run([sys.executable, '-c', code], check=True)
+    worse = {}
+    for key, blocks in np.load(tmp_path/'theirs.npz').items():
+        name, label = key.split(' ')
+        x = np.float64(weights[label])
+        theirs = np.sqrt(np.mean((quant_type(name).decode(blocks).reshape(x.shape) - x) ** 2) / np.mean(x ** 2))
+        ours = relative_error(weights[label], name)
+        if ours > theirs * 1.0005: worse[key] = (ours, theirs)
+    assert not worse, worse
+
+def test_recipe_chooses_what_llama_cpp_chose_for_smollm2(tmp_path):
+    done = convert('smollm2', tmp_path/'x.gguf')
+    types = [row[3] for row in done.rows]
+    assert {t: types.count(t) for t in set(types)} == {'Q5_0': 166, 'Q8_0': 15, 'Q6_K': 14, 'Q4_K': 16, 'F32': 61}
+
+@pytest.mark.parametrize('to', sorted(RECIPES))
+def test_every_recipe_gives_every_tensor_a_type_that_fits(to):
+    for columns in (31, 32, 64, 256, 576):
+        for name in ('token_embd.weight', 'output.weight', 'blk.0.attn_v.weight', 'blk.5.ffn_down_exps.weight', 'blk.3.attn_qkv.weight', 'blk.1.ssm_alpha.weight', 'blk.2.attn_norm.weight', 'something.else.weight'):
+            for tied in (True, False): assert columns % quant_type(choose_type(name, (8, columns), RECIPES[to], 8, tied)).block_size == 0
+
+@needs_llama_cpp
+def test_llama_cpp_finds_our_file_as_good_as_its_own(tmp_path):
+    "Within 1 % of the perplexity that it gave to the file of its own quantiser"
+    from sparkinfer.measure.accuracy import llama_cpp_logits, text_ids
+    from sparkinfer.ops.sampling import log_softmax
+    convert('smollm2', tmp_path/'x.gguf', 'Q4_K_M')
+    with open_gguf(tmp_path/'x.gguf') as checkpoint: ids, _ = text_ids(checkpoint.metadata, tokens=RECORD['file']['positions'])
+    logits = np.concatenate(list(llama_cpp_logits(tmp_path/'x.gguf', ids)))
+    perplexity = float(np.exp(-log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]].mean()))
+    assert abs(perplexity / RECORD['file']['perplexity'] - 1) < .01
+
+@needs_llama_cpp
+@pytest.mark.parametrize('to, refit', [('Q4_K_S', True), ('Q3_K_M', False), ('Q2_K', False), ('Q6_K', False), ('Q5_1', False), ('BF16', False), ('MXFP4', False), ('NVFP4', False)])
+def test_llama_cpp_opens_it(tmp_path, to, refit):
+    from sparkinfer.measure.accuracy import llama_cpp_logits
+    from sparkinfer.models.synthetic import synth
+    synth('tiny-qwen3', tmp_path/'x.gguf', to='F32')
+    convert(tmp_path/'x.gguf', tmp_path/'y.gguf', to, refit=refit)
+    a, b = (next(llama_cpp_logits(tmp_path/f'{n}.gguf', [1, 2, 3, 4, 5, 6])) for n in 'xy')
+    assert np.isfinite(b).all() and np.corrcoef(a.ravel(), b.ravel())[0, 1] > {'Q2_K': .3, 'Q3_K_M': .7, 'MXFP4': .7, 'NVFP4': .8}.get(to, .9)
+
+class TestConvert:
+    def test_memory_does_not_grow_with_the_model(self, tmp_path):
+        "A tensor of 100 million weights through pieces; `tracemalloc` sees NumPy's arrays"
+        zeros = bytes(1 << 20)
+        write_gguf(tmp_path/'big.gguf', {'general.architecture': 'llama', 'llama.block_count': 1}, {f'blk.0.{n}.weight': ('F16', (25_600, 2048), lambda: (zeros for _ in range(100))) for n in ('attn_q', 'ffn_up')})
+        tracemalloc.start()
+        try:
+            convert(tmp_path/'big.gguf', tmp_path/'x.gguf', 'Q8_0')
+            peak = tracemalloc.get_traced_memory()[1]
+        finally: tracemalloc.stop()
+        assert peak < 60e6 * (os.cpu_count() or 1), peak
+
+    def test_a_killed_conversion_leaves_no_target_and_no_rest_for_long(self, tmp_path):
+        target = tmp_path/'x.gguf'
+        code = f"import time\nfrom sparkinfer.models.convert import convert\nconvert('smollm2', {str(target)!r}, 'F16', progress=lambda *a: time.sleep(.02))"
+        child = subprocess.Popen([sys.executable, '-c', code])
+        deadline = time.time() + 60
+        while not list(tmp_path.glob('.x.gguf.*.part')) and time.time() < deadline: time.sleep(.02)
+        child.send_signal(signal.SIGKILL); child.wait()
+        assert not target.exists() and len(list(tmp_path.iterdir())) == 1
+        convert('smollm2', target, 'Q8_0')
+        assert [p.name for p in tmp_path.iterdir()] == ['x.gguf']
+
+    def test_a_split_model_becomes_one_file(self, tmp_path):
+        x = np.random.default_rng(0).normal(size=(4, 256)).astype(np.float32)
+        for i in range(2):
+            marks = {'split.no': np.uint16(i), 'split.count': np.uint16(2), 'split.tensors.count': np.int32(2)} | ({'general.architecture': 'llama', 'llama.block_count': 1} if i == 0 else {})
+            write_gguf(tmp_path/f'm-{i + 1:05d}-of-00002.gguf', marks, {f'blk.0.attn_{"qk"[i]}.weight': x})
+        convert(tmp_path/'m-00002-of-00002.gguf', tmp_path/'one.gguf', 'Q4_K_S')
+        with open_gguf(tmp_path/'one.gguf') as one: assert len(one.tensors) == 2 and not [k for k in one.metadata if k.startswith('split.')] and one.tensors['blk.0.attn_k.weight'].type.name == 'Q4_K'
+
+    def test_maps_go_first_and_must_match(self, tmp_path):
+        done = convert('smollm2', tmp_path/'x.gguf', 'Q8_0', ['blk.0.*norm*=F32', '*.attn_v.weight=F16', '*.attn_?.weight=Q5_1'])
+        types = {row[0]: row[3] for row in done.rows}
+        assert types['blk.3.attn_v.weight'] == 'F16' and types['blk.3.attn_q.weight'] == 'Q5_1' and types['blk.3.ffn_up.weight'] == 'Q8_0'
+        for maps in (['*.attn_z=F16'], ['nonsense'], ['*=Q99'], ['*.attn_q.weight=Q4_K']):
+            with pytest.raises(SparkinferError): convert('smollm2', tmp_path/'y.gguf', 'Q8_0', maps)
+        assert not (tmp_path/'y.gguf').exists()
+
+    def test_other_architectures_pass_through(self, tmp_path):
+        "From GGUF to GGUF no name has to be known"
+        x = np.random.default_rng(0).normal(size=(8, 256)).astype(np.float32)
+        write_gguf(tmp_path/'a.gguf', {'general.architecture': 'novelty', 'novelty.block_count': 2, 'strange': [1, 2]}, {'blk.0.wonder.weight': x, 'table': np.arange(5, dtype=np.int32), 'blk.1.b.bias': x[0]}, kinds={'novelty.block_count': 'uint64'})
+        convert(tmp_path/'a.gguf', tmp_path/'b.gguf', 'Q5_K_M')
+        with open_gguf(tmp_path/'b.gguf') as b:
+            assert b.kinds['novelty.block_count'] == 'uint64' and {n: t.type.name for n, t in b.tensors.items()} == {'blk.0.wonder.weight': 'Q5_K', 'table': 'I32', 'blk.1.b.bias': 'F32'}
+        with pytest.raises(UnsupportedError, match='novelty'): convert(tmp_path/'a.gguf', tmp_path/'folder', 'BF16')
+
+    def test_values_that_no_block_can_hold(self, tmp_path):
+        x = np.ones((4, 256), np.float32)
+        x[2, 3] = np.inf
+        write_gguf(tmp_path/'a.gguf', {'general.architecture': 'llama'}, {'blk.0.attn_q.weight': x})
+        with pytest.raises(FormatError): convert(tmp_path/'a.gguf', tmp_path/'b.gguf', 'Q4_K_M')
+        assert [p.name for p in tmp_path.iterdir()] == ['a.gguf']
