@@ -31,7 +31,7 @@ from ..formats.safetensors import QUANTISED, Deferred, kind_of, open_checkpoint,
 from ..model_store import resolve
 from ..text.tokenizer import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFINED, pre_tokenizer
 
-# %% ../../nbs/models/06_convert.ipynb #c1e25d3a
+# %% ../../nbs/models/06_convert.ipynb #6ddd7ec4
 @dataclass(frozen=True, eq=False)
 class Part:
     """One tensor on its way to another file. read(rows), with a slice or an integer array along the first axis → float32 (len, *shape[1:]); tensor: the `Tensor` whose values these are, unchanged, or None;
@@ -58,6 +58,7 @@ class Part:
         def scaled(rows): return tensor.dequantize(rows) * (per_row if len(factor) == 1 else per_row[rows])
         return cls(name or tensor.name, tuple(tensor.shape), tensor.dequantize if factor is None else scaled, tensor, (), factor)
 
+# %% ../../nbs/models/06_convert.ipynb #c1e25d3a
 def changed(part, change, shape=None):
     "The part with `change` applied to its values; `shape` when that drops or adds axes of one"
     return replace(part, shape=shape or part.shape, read=lambda rows: change(part.read(rows)), tensor=None, members=(), factor=None)
@@ -93,6 +94,7 @@ LAYER_NAMES = {
     **{f'mlp.shared_expert.{part}_proj.weight': f'ffn_{part}_shexp.weight' for part in ('gate', 'up', 'down')}, 'mlp.shared_expert_gate.weight': 'ffn_gate_inp_shexp.weight'}
 MTP_NAMES = {'fc.weight': 'nextn.eh_proj.weight', 'pre_fc_norm_embedding.weight': 'nextn.enorm.weight', 'pre_fc_norm_hidden.weight': 'nextn.hnorm.weight', 'norm.weight': 'nextn.shared_head_norm.weight'}
 
+# %% ../../nbs/models/06_convert.ipynb #323bf7bb
 def layer_names(architecture):
     "HF name → GGUF name inside a layer; hybrids call the second norm by another name"
     return LAYER_NAMES | ({'post_attention_layernorm.weight': 'post_attention_norm.weight'} if architecture in HYBRID else {})
@@ -118,7 +120,7 @@ def to_hf_name(name, architecture, num_layers):
     if theirs is None: return None
     return f'model.layers.{layer}.{theirs}' if layer < num_layers else f'mtp.layers.{layer - num_layers}.{theirs}'
 
-# %% ../../nbs/models/06_convert.ipynb #6ddd7ec4
+# %% ../../nbs/models/06_convert.ipynb #1a84ba85
 @dataclass(frozen=True)
 class Heads:
     "Head counts and sizes that the changes need; zeros where a family has none"
@@ -147,6 +149,7 @@ def inverse(order):
     back[order] = np.arange(len(order))
     return back
 
+# %% ../../nbs/models/06_convert.ipynb #a73029d1
 @dataclass(frozen=True)
 class Change:
     "A pair of functions part → part"
@@ -204,6 +207,7 @@ def full_interval(config):
     if kinds and kinds != ['full_attention' if (i + 1) % interval == 0 else 'linear_attention' for i in range(len(kinds))]: raise UnsupportedError(f'config.json: layer_types follow no fixed interval: {kinds[:8]} …')
     return interval
 
+# %% ../../nbs/models/06_convert.ipynb #de21c419
 def rope_entries(config, architecture, head_dim):
     "GGUF keys for rotary positions"
     rope = {**(config.get('rope_scaling') or {}), **(config.get('rope_parameters') or {})}
@@ -229,7 +233,7 @@ def llama3_factors(config, head_dim):
     smooth = np.clip((old / wave - low) / (high - low), 0, 1)
     return np.float32(1 / ((1 - smooth) / factor + smooth))
 
-# %% ../../nbs/models/06_convert.ipynb #7ffbc3f8
+# %% ../../nbs/models/06_convert.ipynb #91021ad7
 def text_config(config):
     "The part of config.json about the text model, and its model_type; UnsupportedError for a family that is not in `ARCHITECTURES`"
     text = {**config, **(config.get('text_config') or {})}
@@ -257,6 +261,7 @@ def gguf_metadata(config, name='', mtp_layers=0):
         if text['linear_value_head_dim'] != text['linear_key_head_dim']: raise UnsupportedError('config.json: linear_key_head_dim and linear_value_head_dim differ')
     return {'general.architecture': architecture, 'general.type': 'model', 'general.name': str(name or text.get('_name_or_path') or kind)} | {f'{architecture}.{key}': value for key, value in found.items()}
 
+# %% ../../nbs/models/06_convert.ipynb #7ffbc3f8
 def hf_config(metadata, tied, dtype='bfloat16'):
     "GGUF metadata → config.json. UnsupportedError for a family that is not in the table"
     architecture = metadata.get('general.architecture')
@@ -279,7 +284,7 @@ def hf_config(metadata, tied, dtype='bfloat16'):
     ids = {key: metadata[f'tokenizer.ggml.{key}'] for key in ('bos_token_id', 'eos_token_id') if f'tokenizer.ggml.{key}' in metadata}
     return {'architectures': [ARCHITECTURES[kind][1]], 'model_type': kind} | {k: v.item() if isinstance(v, np.generic) else v for k, v in config.items()} | ids | {'rope_parameters': rope, 'hidden_act': 'silu', 'tie_word_embeddings': tied, 'dtype': dtype}
 
-# %% ../../nbs/models/06_convert.ipynb #46fc866a
+# %% ../../nbs/models/06_convert.ipynb #79bfb65e
 TRAPS = "It's I'LL  3 12345 x  12\n\n  \t y=2;\r\n'tis «Ünï» e\u0301a\u0308 ... don't!!\n #2 नमस्ते 你好 a1b22 \u00a0z   "
 
 def rule_of(tokenizer, ignore_merges):
@@ -291,6 +296,7 @@ def rule_of(tokenizer, ignore_merges):
         if rule.ignore_merges == ignore_merges and cut(ours, hf.normalizers.NFC() if rule.nfc else None) == theirs: return name
     raise UnsupportedError('tokenizer.json cuts text by a rule that has no name in GGUF (or is no byte-level BPE)')
 
+# %% ../../nbs/models/06_convert.ipynb #46fc866a
 def gguf_tokenizer(metadata, vocab_size):
     "The `tokenizer.*` keys for a folder's metadata (as `open_folder` gives it). The vocabulary is filled up to `vocab_size`, the rows of the embedding."
     if 'tokenizer.json' not in metadata: return {'tokenizer.ggml.model': 'no_vocab'}
@@ -313,6 +319,7 @@ def gguf_tokenizer(metadata, vocab_size):
     found['tokenizer.ggml.add_bos_token'] = 'tokenizer.ggml.bos_token_id' in found and tokenizer.encode('a').ids[:1] == [found['tokenizer.ggml.bos_token_id']]
     return found | ({'tokenizer.chat_template': metadata['tokenizer.chat_template']} if 'tokenizer.chat_template' in metadata else {})
 
+# %% ../../nbs/models/06_convert.ipynb #f014b5b4
 def write_hf_tokenizer(metadata, folder):
     "tokenizer.json, tokenizer_config.json and chat_template.jinja from GGUF metadata, into `folder`; returns their paths (none without a vocabulary)"
     if metadata.get('tokenizer.ggml.model') != 'gpt2': return []
@@ -333,7 +340,7 @@ def write_hf_tokenizer(metadata, folder):
     if template: (folder / 'chat_template.jinja').write_text(template, 'utf-8')
     return [folder / name for name in ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja') if (folder / name).exists()]
 
-# %% ../../nbs/models/06_convert.ipynb #f014b5b4
+# %% ../../nbs/models/06_convert.ipynb #2ee17654
 @dataclass
 class Model:
     "A checkpoint ready to be written: GGUF metadata (and `kinds` as stored), parts by GGUF name; `skipped`: names that were left out on purpose; `source`: the open checkpoint"
@@ -354,6 +361,7 @@ LEFT_OUT = ('model.visual.*', 'visual.*', '*.rotary_emb.inv_freq')
 EXPERT = re.compile(r'(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight')
 FUSED = re.compile(r'(.*\.mlp\.experts)\.(gate_up|down)_proj(?:\.weight)?')
 
+# %% ../../nbs/models/06_convert.ipynb #b156febe
 def gguf_model(checkpoint):
     "A `Model` of an open GGUF file. The factor of an NVFP4 tensor, `….scale` beside it, becomes part of the part."
     beside = {f'{stem}.weight': name for name in checkpoint.tensors if name.endswith('.scale') and f'{(stem := name.removesuffix(".scale"))}.weight' in checkpoint.tensors}
@@ -361,6 +369,7 @@ def gguf_model(checkpoint):
     parts = {name: Part.of(t, factor=factor(name)) for name, t in checkpoint.tensors.items() if name not in beside.values()}
     return Model(dict(checkpoint.metadata), parts, dict(checkpoint.kinds), (), checkpoint)
 
+# %% ../../nbs/models/06_convert.ipynb #3001938c
 def expert_parts(tensors):
     "Experts of a folder, one tensor each or fused → ({'model.layers.0.mlp.experts': {'gate': Part, 'up': …}}, names used)"
     single, stacks, used = {}, {}, set()
@@ -379,6 +388,7 @@ def expert_parts(tensors):
         stacks.setdefault(where, {})[which] = stacked(where, [Part.of(experts[i]) for i in range(len(experts))])
     return stacks, used
 
+# %% ../../nbs/models/06_convert.ipynb #426b1050
 def folder_model(checkpoint):
     "A `Model` of an open folder. UnsupportedError lists tensors that no rule knows."
     config, tensors = checkpoint.metadata['config'], checkpoint.tensors
@@ -447,7 +457,7 @@ def fused_qkvz(name, qkv, z, heads):
     whole = slice(None)
     return Part(name, (len(back), qkv.shape[1]), lambda rows: np.concatenate([qkv.read(whole), z.read(whole)])[back[rows]])
 
-# %% ../../nbs/models/06_convert.ipynb #323bf7bb
+# %% ../../nbs/models/06_convert.ipynb #bb88ba3b
 def threads(): return os.cpu_count() or 1
 
 def blocks_of(part, quant, method, release):
@@ -458,6 +468,7 @@ def blocks_of(part, quant, method, release):
         for values in part.pieces(threads() * PIECE): yield encode(values, quant, method)
     release(part)
 
+# %% ../../nbs/models/06_convert.ipynb #482e7aba
 def factors_of(part):
     "NVFP4's factors: one for a matrix, one for each expert of a stack; float32 (n,)"
     largest = np.zeros(part.shape[0] if len(part.shape) > 2 else 1, np.float32)
@@ -488,6 +499,7 @@ def nvfp4_entries(part, method, release):
     make = partial(blocks_of, part, quant_type('NVFP4'), method, release) if part.factor is not None and part.tensor.type.name == 'NVFP4' else repacked if kept else blocks
     return {part.name: ('NVFP4', part.shape, make), part.name.removesuffix('.weight') + '.scale': ('F32', (count,), lambda: [made['factors']])}
 
+# %% ../../nbs/models/06_convert.ipynb #540dd558
 def gguf_types(model, to, maps):
     "{name: type name} for every part; maps: [(pattern, type name)]. UnsupportedError for a map that matches nothing."
     asked = recipe(to)
@@ -498,7 +510,7 @@ def gguf_types(model, to, maps):
         return choose_type(name, part.shape, asked, model.trunk_layers, model.tied, maps)
     return {name: chosen(name, part) for name, part in model.parts.items()}
 
-# %% ../../nbs/models/06_convert.ipynb #de21c419
+# %% ../../nbs/models/06_convert.ipynb #b3c2686e
 @dataclass
 class Conversion:
     "What `convert` did. rows: (name, shape, type before, type after, bytes) for each tensor; skipped: names that were left out on purpose"
@@ -521,6 +533,7 @@ class Conversion:
         left = [f'left out: {len(self.skipped)} tensors, such as {self.skipped[0]}'] if self.skipped else []
         return '\n'.join([f'{self.path.name}: {size_text(self.nbytes)}, {8 * self.nbytes / max(1, self.weights):.2f} bits per weight', *lines, *left])
 
+# %% ../../nbs/models/06_convert.ipynb #b9b01fee
 def type_before(part): return part.tensor.type.name if part.tensor is not None else 'changed'
 
 def write_as_gguf(model, target, to, maps=(), refit=False, progress=None):
@@ -540,6 +553,7 @@ def write_as_gguf(model, target, to, maps=(), refit=False, progress=None):
     write_gguf(target, metadata, counted(tensors, sum(sizes.values()), progress), kinds=model.kinds)
     return Conversion(Path(target), [(name, part.shape, type_before(part), types[name], sizes[name]) for name, part in model.parts.items()], model.skipped)
 
+# %% ../../nbs/models/06_convert.ipynb #cf0c64ab
 def counted(tensors, total, progress):
     "The same tensors, with `progress(bytes done, bytes in all, name)` called after each piece"
     if progress is None: return tensors
@@ -568,7 +582,7 @@ def need_room(target, nbytes):
     free = shutil.disk_usage(parent).free
     if nbytes > free: raise SparkinferError(f'{target} takes {size_text(nbytes)}, and {size_text(free)} are free on that disk')
 
-# %% ../../nbs/models/06_convert.ipynb #91021ad7
+# %% ../../nbs/models/06_convert.ipynb #d005f5ed
 FOLDER_KINDS = ('BF16', 'F16', 'F32', *QUANTISED)
 FOLDER_PLAIN = ('*norm*', '*embed*', 'lm_head*', '*.mlp.gate.weight', '*shared_expert_gate*', '*conv1d*', '*.in_proj_a.*', '*.in_proj_b.*', '*.in_proj_ba.*', '*visual*', 'mtp.*')
 FOLDER_EXACT = ('*.A_log', '*.dt_bias', '*.linear_attn.norm.weight')
@@ -588,6 +602,7 @@ def folder_maps(maps):
         if not pattern or kind not in FOLDER_KINDS: raise UnsupportedError(f"a map for a folder is 'pattern=KIND' with one of {', '.join(FOLDER_KINDS)}; {entry!r} is not")
     return pairs
 
+# %% ../../nbs/models/06_convert.ipynb #80bf0709
 def deferred(part, kind, better):
     "A part as something that `write_folder` takes: the tensor itself where nothing changes, else a promise"
     if part.tensor is not None and kind_of(part.tensor) == kind if hasattr(part.tensor, 'scales') else part.tensor is not None and part.tensor.type.name == kind and kind not in QUANTISED: return part.tensor
@@ -602,6 +617,7 @@ def unfused(tensors):
         for which, stack in experts.items(): parts |= {n: layer_of_stack(stack, i, n) for i in range(stack.shape[0]) for n in [f'{where}.{i}.{which}_proj.weight']}
     return parts
 
+# %% ../../nbs/models/06_convert.ipynb #b14811c0
 SIDE_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'chat_template.json', 'special_tokens_map.json', 'vocab.json', 'merges.txt', 'preprocessor_config.json', 'video_preprocessor_config.json', 'processor_config.json', 'LICENSE')
 
 def write_as_folder(checkpoint, target, to, layout='modelopt', maps=(), progress=None):

@@ -24,7 +24,7 @@ from ..formats.safetensors import Deferred, write_folder
 from .convert import FOLDER_KINDS, Conversion, Model, Part, counted, folder_kind, hf_config, hf_parts, need_room, write_as_folder, write_as_gguf, write_hf_tokenizer
 from ..text.tokenizer import BYTE_TO_CHAR, CONTROL, NORMAL
 
-# %% ../../nbs/models/03_synthetic.ipynb #d8a4ba2b
+# %% ../../nbs/models/03_synthetic.ipynb #0a6b48e2
 @dataclass(frozen=True)
 class Shape:
     "The numbers of one model. Zeros mean: this family has none of it."
@@ -53,6 +53,7 @@ class Shape:
     @property
     def hybrid(self): return self.interval > 0
 
+# %% ../../nbs/models/03_synthetic.ipynb #d8a4ba2b
 TINY = dict(layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, vocab=1024, context=4096, tiny=True)
 TINY_MOE = dict(experts=8, experts_used=2, expert_size=256)
 TINY_HYBRID = dict(rope_dim=16, theta=1e7, key_heads=2, value_heads=4, linear_size=64, interval=4)
