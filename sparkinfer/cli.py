@@ -6,8 +6,8 @@
 __all__ = ['SAMPLING', 'model_option', 'CHAT_HELP', 'OneLine', 'explain', 'Command', 'Group', 'cli', 'main', 'sampling_options',
            'load_options', 'Numbers', 'read_prompt', 'peak_memory', 'shown_params', 'stats_text', 'completion_record',
            'run', 'show_answer', 'chat_command', 'read_line', 'chat', 'say', 'chat_greeting', 'ServeCommand', 'serve',
-           'inspect', 'inspect_record', 'shown_size', 'shown_path', 'pull', 'list_command', 'rm', 'warmup', 'bench',
-           'evaluate', 'eval_kl_command', 'eval_logits_command']
+           'inspect', 'inspect_record', 'written_bytes', 'quantize', 'synth', 'shown_size', 'shown_path', 'pull',
+           'list_command', 'rm', 'warmup', 'bench', 'evaluate', 'eval_kl_command', 'eval_logits_command']
 
 # %% ../nbs/11_cli.ipynb #7a084505
 import errno, json, os, sys, time
@@ -275,11 +275,13 @@ def serve(model, threads, context, runner, **options):
 @click.argument('file')
 @click.option('--json', 'as_json', is_flag=True, help='Print one JSON object.')
 def inspect(file, as_json):
-    "Show metadata, tensors, types and sizes of a model FILE (or a model's name)."
-    from sparkinfer.formats.gguf import describe, open_gguf
+    "Show metadata, tensors, types and sizes of a model FILE (a GGUF file, a safetensors folder, or a model's name)."
+    from sparkinfer.formats.gguf import describe
+    from sparkinfer.formats.safetensors import describe_folder, open_checkpoint
     from sparkinfer.model_store import resolve
-    with open_gguf(resolve(file)) as checkpoint:
-        click.echo(json.dumps(inspect_record(checkpoint), ensure_ascii=False) if as_json else describe(checkpoint))
+    with open_checkpoint(resolve(file)) as checkpoint:
+        if as_json: return click.echo(json.dumps(inspect_record(checkpoint), ensure_ascii=False))
+        click.echo(describe_folder(checkpoint) if 'config' in checkpoint.metadata else describe(checkpoint))
 
 # %% ../nbs/11_cli.ipynb #bd21e0e8
 def inspect_record(checkpoint):
@@ -287,6 +289,52 @@ def inspect_record(checkpoint):
     short = lambda v: dict(length=len(v)) if hasattr(v, '__len__') and not isinstance(v, str) and len(v) > 64 else v.tolist() if hasattr(v, 'tolist') else v
     tensors = [dict(name=t.name, shape=[int(n) for n in t.shape], type=t.type.name, bytes=t.nbytes) for t in checkpoint.tensors.values()]
     return dict(path=str(checkpoint.path), metadata={key: short(value) for key, value in checkpoint.metadata.items()}, tensors=tensors)
+
+# %% ../nbs/11_cli.ipynb #b7165220
+from contextlib import contextmanager
+
+# %% ../nbs/11_cli.ipynb #0dafe708
+@contextmanager
+def written_bytes(label, quiet=False):
+    "A bar on stderr for `progress(bytes done, bytes in all, tensor name)`; nothing where stderr is no terminal"
+    from tqdm import tqdm
+    with tqdm(desc=label, unit='B', unit_scale=True, leave=False, file=sys.stderr, disable=quiet or not sys.stderr.isatty()) as bar:
+        def progress(done, total, name):
+            bar.total = total
+            bar.update(done - bar.n)
+        yield progress
+
+@cli.command()
+@click.argument('source', metavar='IN')
+@click.argument('target', metavar='OUT')
+@click.option('--to', default=None, metavar='TYPE', help='For a GGUF file a recipe: Q2_K, Q3_K_S … Q6_K, Q4_0 … Q8_0, F16, BF16, F32, MXFP4, NVFP4  [default: Q4_K_M]. For a folder: NVFP4, MXFP4, FP8, FP8_CHANNEL, FP8_BLOCK, BF16, F16, F32  [default: NVFP4].')
+@click.option('--map', 'maps', multiple=True, metavar='PATTERN=TYPE', help="Another type for tensors of these names, such as '*.attn_v.weight=Q8_0'; may be given several times, the first that matches wins.")
+@click.option('--refit', is_flag=True, help="Fit the K types with a minimum by Lloyd's iteration, not by the search.")
+@click.option('--layout', type=click.Choice(['modelopt', 'compressed-tensors', 'fp8']), default='modelopt', show_default=True, help='How a folder stores its scales.')
+@click.option('-q', '--quiet', is_flag=True, help='No progress on stderr.')
+def quantize(source, target, to, maps, refit, layout, quiet):
+    "Convert IN (a GGUF file, a Hugging Face folder, a model's name) to OUT: a GGUF file if its name ends in .gguf, else a safetensors folder."
+    from sparkinfer.models.convert import convert
+    with written_bytes(os.path.basename(target), quiet) as progress:
+        done = convert(source, target, to or ('Q4_K_M' if target.endswith('.gguf') else 'NVFP4'), maps, refit, layout=layout, progress=progress)
+    click.echo(f'{done!r}\nin {done.seconds:.1f} s')
+
+@cli.command()
+@click.argument('shape')
+@click.argument('out')
+@click.option('--layers', type=click.IntRange(1, 1000), help='Fewer, or more, than the shape has.')
+@click.option('--format', 'container', type=click.Choice(['gguf', 'safetensors']), help='[default: gguf if OUT ends in .gguf, else safetensors]')
+@click.option('--to', metavar='TYPE', help='One recipe or kind for all tensors, as in quantize.  [default: the usual mix of that model]')
+@click.option('--seed', type=click.IntRange(0), default=0, show_default=True)
+@click.option('-q', '--quiet', is_flag=True, help='No progress on stderr.')
+def synth(shape, out, layers, container, to, seed, quiet):
+    """Write random weights in the shape of a named model.
+
+    SHAPE: qwen3-30b-a3b, qwen3.6-35b-a3b, qwen3.8-27b; tiny-llama, tiny-qwen3, tiny-qwen3moe, tiny-qwen3next, tiny-qwen35, tiny-qwen35moe."""
+    from sparkinfer.models.synthetic import synth as write
+    with written_bytes(os.path.basename(out), quiet) as progress:
+        done = write(shape, out, container or ('gguf' if out.endswith('.gguf') else 'safetensors'), layers, to=to, seed=seed, progress=progress)
+    click.echo(repr(done))
 
 # %% ../nbs/11_cli.ipynb #fa9696ff
 def shown_size(n): return f'{n / 1e9:.2f} GB' if n >= 1e9 else f'{n / 1e6:.1f} MB'
