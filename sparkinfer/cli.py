@@ -18,7 +18,9 @@ from .errors import RequestError, SparkinferError
 # %% ../nbs/11_cli.ipynb #0f6ae18c
 class OneLine(click.ClickException):
     "An error for people: one line on stderr, exit code 1"
-    def show(self, file=None): click.echo('error: ' + ' '.join(self.message.split()), err=True)
+    def show(self, file=None):
+        line = ' '.join(self.message.split())                                      # what a file says must not steer the terminal
+        click.echo('error: ' + ''.join(c if c.isprintable() else repr(c)[1:-1] for c in line), err=True)
 
 def explain(error):
     "The line that an exception deserves, or None if it is a fault of ours"

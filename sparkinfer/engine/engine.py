@@ -6,7 +6,7 @@
 __all__ = ['Stream', 'HeldTokens', 'Sequence', 'EngineHealth', 'Engine', 'reusable']
 
 # %% ../../nbs/engine/02_engine.ipynb #60c20c3c
-import asyncio, threading, time
+import asyncio, os, threading, time, unicodedata
 from collections import deque
 from dataclasses import dataclass
 import numpy as np
@@ -175,6 +175,7 @@ class Engine:
         self.can_rewind = all(kind == 'attention' for kind in runner.config.layer_kinds)
         self._memory = np.empty(0, np.int32)   # the tokens whose keys and values the runner holds
         self._queue, self._changed, self._active = deque(), threading.Condition(), None
+        self._pid, self._longest = os.getpid(), None
         self._closing, self._broken, self._counts = False, None, dict(finished=0, failed=0, cancelled=0)
         self._thread = threading.Thread(target=self._run, name='sparkinfer-engine', daemon=True)
         self._thread.start()
@@ -201,6 +202,8 @@ def check(self: Engine, request: Request):
 @patch
 def submit(self: Engine, request: Request) -> Stream:
     "Queue a request. Raises RequestError if it can never be served, EngineBusy if not now."
+    if self._pid != os.getpid():
+        raise EngineBusy('this process was forked after the model was loaded, and threads do not survive that: load the model in the child', 'failed')
     stream = Stream(self, request, self.check(request))
     with self._changed:
         if self._closing: raise EngineBusy('the engine is shutting down', 'closing')
@@ -314,6 +317,7 @@ def close(self: Engine, timeout=10):
 @patch
 def encode_prompt(self: Engine, text: str) -> list:
     "Token ids of raw text; an empty text is the model's beginning-of-text token, if it has one"
+    self._check_size(text)
     ids = self.tokenizer.encode(text, special=True)
     return ids if ids or self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
 
@@ -321,4 +325,19 @@ def encode_prompt(self: Engine, text: str) -> list:
 def encode_chat(self: Engine, messages: list, **variables) -> list:
     "Token ids of a conversation, ready for the assistant's turn; `variables` go to the template. Raises RequestError."
     if self.template is None: raise RequestError('this model has no chat template: send raw text to /v1/completions', 'messages')
+    contents = [m.get('content') for m in messages if isinstance(m, dict)]
+    parts = [p.get('text') if isinstance(p, dict) else p for c in contents for p in (c if isinstance(c, list) else [c])]
+    self._check_size(*(p for p in parts if isinstance(p, str)))
     return self.template.encode(messages, self.tokenizer, **variables)
+
+@patch
+def _check_size(self: Engine, *texts):
+    "RequestError for text that cannot fit, before time goes into tokenizing it: no token is longer than the vocabulary's longest"
+    if sum(map(len, texts)) <= 4 * self.max_context: return
+    if self._longest is None: self._longest = max(len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.vocab_size))
+    size = sum(min(len(t.encode('utf-8', 'replace')), len(unicodedata.normalize('NFC', t).encode('utf-8', 'replace'))) for t in texts)
+    if size <= self.max_context * self._longest: return
+    tokens = -(-size // self._longest)
+    error = RequestError(f'the prompt has {size:,} bytes, at least {tokens:,} tokens, but this model was loaded with a context of {self.max_context:,}: shorten the prompt', 'messages', 'context_length_exceeded')
+    error.prompt_tokens, error.max_context = tokens, self.max_context
+    raise error

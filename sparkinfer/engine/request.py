@@ -83,6 +83,7 @@ def _check_stop(stop):
     if len(stop) > 16: raise RequestError(f"'stop' may hold 16 strings, not {len(stop)}", 'stop')
     for s in stop:
         if not isinstance(s, str) or not s: raise RequestError(f"'stop' must be a non-empty string or a list of them, not {s!r}", 'stop')
+        if len(s) > 1000: raise RequestError(f"a 'stop' string may have 1,000 characters, not {len(s):,}", 'stop')
     return stop
 
 def _check_bias(bias):

@@ -261,6 +261,7 @@ def add_information_routes(app, state):
 # %% ../../nbs/serve/06_app.ipynb #cd28336a
 def bind(host: str, port: int) -> socket.socket:
     "A listening socket, or a SparkinferError of one line"
+    if not host.strip(): raise SparkinferError('the host is empty, which would listen on every network: name an address, such as 127.0.0.1, or 0.0.0.0 for all of them')
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)   # asyncio sets TCP_NODELAY only where it sees this number; without it each answer waits 40 ms for an ACK
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
