@@ -111,7 +111,7 @@ class Numbers(click.ParamType):
 def read_prompt(prompt):
     "The prompt, or all of stdin for `-` or when none is given and something is piped in"
     if prompt not in (None, '-'): return prompt
-    if prompt is None and sys.stdin.isatty(): raise click.UsageError('a prompt is needed: sparkinfer run "Why is the sky blue?", or - to read it from stdin')
+    if sys.stdin is None or prompt is None and sys.stdin.isatty(): raise click.UsageError('a prompt is needed: sparkinfer run "Why is the sky blue?", or - to read it from stdin')
     return sys.stdin.read()
 
 # %% ../nbs/11_cli.ipynb #b5b45938
@@ -198,6 +198,7 @@ def chat_command(line):
 # %% ../nbs/11_cli.ipynb #f3d53272
 def read_line(prompt):
     "One line of input, or None at its end; Ctrl-C gives an empty line and a hint"
+    if sys.stdin is None: return None                                            # started with its input closed
     if not sys.stdin.isatty(): return line.rstrip('\n') if (line := sys.stdin.readline()) else None
     try: return input(prompt)
     except EOFError: click.echo()
@@ -216,7 +217,7 @@ def chat(model, sampling, system, quiet, **load):
     with LLM.load(model, progress=not quiet, **load) as llm:
         if llm.parts.template is None: raise SparkinferError(f'{llm.name} has no chat template; use: sparkinfer run --raw -m {model} "text"')
         if not quiet: click.echo(chat_greeting(llm, sampling), err=True)
-        if sys.stdin.isatty(): import readline      # line editing and history for input()
+        if sys.stdin is not None and sys.stdin.isatty(): import readline      # line editing and history for input()
         conversation = Conversation(llm, system, **sampling)
         while (line := read_line('>>> ')) is not None:
             command = chat_command(line)

@@ -43,8 +43,8 @@ def open_model(name='smollm2', progress=None):
     try:
         weights = Weights.from_checkpoint(checkpoint, ModelConfig.from_gguf(checkpoint.metadata, checkpoint.tensors))
         tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
-        if tokenizer.vocab_size > weights.config.vocab_size:
-            raise FormatError(f'{path}: the tokenizer has {tokenizer.vocab_size:,} tokens and the embedding only {weights.config.vocab_size:,} rows; the file is damaged or was put together from two models')
+        if tokenizer.vocab_size != weights.config.vocab_size:                    # a larger one cannot be embedded, a smaller one could not say what the model answers
+            raise FormatError(f'{path}: the tokenizer has {tokenizer.vocab_size:,} tokens and the embedding {weights.config.vocab_size:,} rows; the file is damaged or was put together from two models')
         template = ChatTemplate.from_gguf(checkpoint.metadata, tokenizer) if 'tokenizer.chat_template' in checkpoint.metadata else None
     except BaseException:
         checkpoint.close()

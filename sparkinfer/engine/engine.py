@@ -321,14 +321,15 @@ def encode_prompt(self: Engine, text: str) -> list:
     ids = self.tokenizer.encode(text, special=True)
     return ids if ids or self.tokenizer.bos_id is None else [self.tokenizer.bos_id]
 
-@patch
-def encode_chat(self: Engine, messages: list, **variables) -> list:
+def _encode_chat(self, messages: list, /, **variables) -> list:
     "Token ids of a conversation, ready for the assistant's turn; `variables` go to the template. Raises RequestError."
     if self.template is None: raise RequestError('this model has no chat template: send raw text to /v1/completions', 'messages')
     contents = [m.get('content') for m in messages if isinstance(m, dict)]
     parts = [p.get('text') if isinstance(p, dict) else p for c in contents for p in (c if isinstance(c, list) else [c])]
     self._check_size(*(p for p in parts if isinstance(p, str)))
     return self.template.encode(messages, self.tokenizer, **variables)
+
+Engine.encode_chat = _encode_chat       # not @patch: nbdev's index does not know positional-only arguments, and a template may have a variable `self`
 
 @patch
 def _check_size(self: Engine, *texts):

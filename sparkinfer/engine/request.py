@@ -121,8 +121,8 @@ class EngineDefaults:
         found, sources = {}, {}
         for name, key in _FILE_KEYS.items():
             if key not in metadata: continue
-            try: found[name], sources[name] = KNOBS[name].kind(metadata[key]), 'model file'
-            except (TypeError, ValueError, OverflowError): raise FormatError(f'`{key}` in the model file is {str(metadata[key])[:40]!r}, which is not a number') from None
+            try: found[name], sources[name] = KNOBS[name].check(name, KNOBS[name].kind(metadata[key])), 'model file'
+            except (TypeError, ValueError, OverflowError, RequestError) as error: raise FormatError(f'`{key}` in the model file is {str(metadata[key])[:40]!r}, which cannot be used: {error}') from None
         for name, value in settings.items():
             if value is not None: found[name], sources[name] = value, 'setting'
         return cls(**found, sources=sources)

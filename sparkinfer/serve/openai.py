@@ -255,7 +255,7 @@ def chat_job(body: ChatBody, engine, strict=False, max_choices=8) -> Job:
     params = sampling_params(body, (body.top_logprobs or 0) if body.logprobs else None, max_choices)
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None: variables.setdefault('reasoning_effort', body.reasoning_effort)
-    for name in ('self', 'messages', 'tools', 'add_generation_prompt', 'tokenizer'):
+    for name in ('messages', 'tools', 'add_generation_prompt', 'tokenizer'):
         if name in variables: raise ApiError(400, f"'chat_template_kwargs' must not set {name!r}", param='chat_template_kwargs')
     request = Request(engine.encode_chat(template_messages(body.messages), **variables), params)
     engine.check(request)
