@@ -50,11 +50,13 @@ class Seconds(float):
     "A time that a peer took with its own clock. A type of its own, because a function under test may return any float (one here returned its sum, and looked very slow)"
 
 # %% ../../nbs/measure/00_speed.ipynb #1186e134
-def interleave(peers, rounds=7, warmup=1, clock=time.perf_counter):
-    "Time callables in turn: `{name: f}` → `{name: Timing}`, one time per round: the wall time of the call, or what it returns as `Seconds`"
+def interleave(peers, rounds=7, warmup=1, clock=time.perf_counter, settle=0.0):
+    """Time callables in turn: `{name: f}` → `{name: Timing}`, one time per round: the wall time of the call, or what it returns as `Seconds`.
+    `settle`: seconds of rest before each turn, for whatever the one before still does"""
     names, seconds = list(peers), {name: [] for name in peers}
     for r in range(-warmup, rounds):
         for name in names[r % len(names):] + names[:r % len(names)]:
+            time.sleep(settle)
             start = clock()
             own = peers[name]()
             wall = clock() - start
