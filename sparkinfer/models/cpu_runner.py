@@ -321,7 +321,8 @@ def buffer_sizes(config, max_rows, context_chunks, num_threads):
                 rope_table=4 * c.rope_dim * context_chunks * CHUNK)
 
 def check_shape(config):
-    "UnsupportedError where the kernels' register width does not fit the model"
+    "UnsupportedError where the kernels' register width does not fit the model, or where they do not know one of its pieces"
+    if config.architecture != 'llama': raise UnsupportedError(f'the CPU kernels do not compute the {config.architecture} family yet; the NumPy runner does: --runner spec')
     for name, size, unit in (('hidden_size', config.hidden_size, 32), ('intermediate_size', config.intermediate_size, 32), ('head_dim', config.head_dim, 8),
                              ('query_size', config.query_size, 32), ('kv_size', config.kv_size, 8)):
         if size % unit: raise UnsupportedError(f'{name} is {size}; the CPU kernels need a multiple of {unit} (the NumPy runner, --runner spec, takes any)')
