@@ -348,9 +348,9 @@ _f = np.float32
 
 @jit
 def exp_f32x8(x):
-    "e**x in every lane, relative error below 3e-7; arguments are clamped to [-87, 88]"
-    x = maximum(x, splat(_f(-87.0)))
-    x = sub(splat(_f(0.0)), maximum(sub(splat(_f(0.0)), x), splat(_f(-88.0))))
+    "e**x in every lane, relative error below 3e-7; arguments are clamped to [-87, 88], NaN stays NaN"
+    x = maximum(splat(_f(-87.0)), x)
+    x = sub(splat(_f(0.0)), maximum(splat(_f(-88.0)), sub(splat(_f(0.0)), x)))
     n = round_i32x8(mul(x, splat(_f(1.44269504))))
     r = fma(to_f32x8(n), splat(_f(-0.693359375)), x)
     r = fma(to_f32x8(n), splat(_f(2.12194440e-4)), r)
