@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SETTLE', 'LLAMA_PIN', 'ModelCost', 'bench_ids', 'OwnPeer', 'Setting', 'settings_for', 'bench', 'bench_table',
-           'comparison', 'comparison_table', 'llama_worker', 'LlamaPeer', 'compare']
+           'comparison', 'comparison_table', 'llama_worker', 'LlamaPeer', 'memory_size', 'major_faults', 'compare']
 
 # %% ../../nbs/measure/02_compare.ipynb #cc130f2d
 import importlib.util, json, os, subprocess, sys, tempfile, time
@@ -19,16 +19,27 @@ class ModelCost:
     weight_bytes: int        # all weights that every token uses
     kv_bytes: int            # keys and values of one position, all layers
     operations: int = 0      # multiplications and additions of one token, attention not counted
+    expert_bytes: int = 0    # of all experts
+    expert_share: float = 0  # of the experts, what one token uses
+    state_bytes: int = 0     # recurrent state, read and written
 
     @classmethod
     def of(cls, weights, kv_value_bytes=2):
         "From a `Weights` table; `kv_value_bytes` is the size of one cached number"
-        config, table = weights.config, weights.table
-        used = [tensor for name, tensor in table.items() if name != 'embed' or 'head' not in table]      # an embedding of its own is looked up, not multiplied
-        kv = sum(2 * config.num_kv_heads * config.head_dim * kv_value_bytes for kind in config.layer_kinds if kind == 'attention')
-        return cls(sum(t.nbytes for t in used), kv, 2 * sum(t.size for t in used))
-    def prefill(self, tokens): return self.weight_bytes / tokens + self.kv_bytes
-    def decode(self, context): return self.weight_bytes + context * self.kv_bytes
+        c, table = weights.config, weights.table
+        used = {name: t for name, t in table.items() if not name.startswith('mtp.') and (name != 'embed' or 'head' not in table)}      # an embedding of its own is looked up, not multiplied
+        experts = [t for name, t in used.items() if name.endswith(('moe.gate', 'moe.up', 'moe.down'))]
+        shared = [t for name, t in used.items() if not name.endswith(('moe.gate', 'moe.up', 'moe.down'))]
+        kv = 2 * c.num_kv_heads * c.head_dim * kv_value_bytes * c.layer_kinds.count('attention')
+        share = c.experts_per_token / c.num_experts if experts else 0
+        state = 8 * c.delta_value_heads * c.delta_key_dim * c.delta_value_dim * c.layer_kinds.count('delta') if 'delta' in c.layer_kinds else 0
+        return cls(sum(t.nbytes for t in shared), kv, int(2 * sum(t.size for t in shared) + 2 * share * sum(t.size for t in experts)), sum(t.nbytes for t in experts), share, state)
+
+    def weights_of(self, tokens):
+        "Bytes of the weights that `tokens` tokens in one batch use"
+        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** tokens)
+    def prefill(self, tokens): return self.weights_of(tokens) / tokens + self.kv_bytes
+    def decode(self, context): return self.weights_of(1) + context * self.kv_bytes + self.state_bytes
 
 # %% ../../nbs/measure/02_compare.ipynb #f6836a0c
 def bench_ids(count, vocab_size):
@@ -65,7 +76,7 @@ class OwnPeer:
         return Seconds(time.perf_counter() - start)
 
     def decode(self, ids, count):
-        if self.prompt != ids: self.first, self.prompt = self.read(ids), list(ids)
+        if self.prompt != ids or not getattr(self.runner, 'can_truncate', True): self.first, self.prompt = self.read(ids), list(ids)
         token, start = self.first, time.perf_counter()
         for position in range(len(ids), len(ids) + count): token = self.step([token], position)
         return Seconds(time.perf_counter() - start)
@@ -134,7 +145,7 @@ def comparison_table(lines):
 LLAMA_PIN = '2026.10.11549'
 
 # %% ../../nbs/measure/02_compare.ipynb #08d6bb98
-def llama_worker(path, threads, context, flash):
+def llama_worker(path, threads, context, flash, in_place=False):
     "The child process: load `path` into llama.cpp and answer JSON lines on stdin with JSON lines on stdout, until stdin closes"
     replies = os.fdopen(os.dup(1), 'w')
     os.dup2(2, 1)                                    # whatever the library prints must not mix with the replies
@@ -143,6 +154,7 @@ def llama_worker(path, threads, context, flash):
     p = x.CommonParams()
     p.model.path, p.n_ctx, p.n_parallel = path, context, 1
     p.cpuparams.n_threads = p.cpuparams_batch.n_threads = threads
+    p.no_extra_bufts = in_place                      # no repacked copies of the weights
     p.flash_attn_type = getattr(x.llama_flash_attn_type, 'LLAMA_FLASH_ATTN_TYPE_' + ('ENABLED' if flash else 'DISABLED'))
     server = x.Server(p)
     def say(**reply): print(json.dumps(reply), file=replies, flush=True)
@@ -154,11 +166,11 @@ def llama_worker(path, threads, context, flash):
 # %% ../../nbs/measure/02_compare.ipynb #3828f51e
 class LlamaPeer:
     "llama.cpp in a child process, as something to time. Raises SparkinferError when the wheel is missing or the process dies."
-    def __init__(self, path, threads, context, flash):
+    def __init__(self, path, threads, context, flash, in_place=False):
         if importlib.util.find_spec('xllamacpp') is None:
             raise SparkinferError("comparing needs the llama.cpp wheel xllamacpp: pip install 'sparkinfer[parity]' (or pip install xllamacpp==" + LLAMA_PIN + ')')
         self.name = 'llama.cpp, fa on' if flash else 'llama.cpp, fa off'
-        code = f'from sparkinfer.measure.compare import llama_worker; llama_worker({str(path)!r}, {threads}, {context}, {flash})'
+        code = f'from sparkinfer.measure.compare import llama_worker; llama_worker({str(path)!r}, {threads}, {context}, {flash}, {in_place})'
         self.start([sys.executable, '-c', code])
         self.version = self.reply()['version']
 
@@ -193,14 +205,26 @@ class LlamaPeer:
         self.child.stdout.close()
         self.log.close()
 
+# %% ../../nbs/measure/02_compare.ipynb #b9f0f33f
+def memory_size():
+    "Bytes of memory of this machine"
+    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') if hasattr(os, 'sysconf') else 1 << 62
+
+def major_faults(pid='self'):
+    "Pages that process `pid` has waited for the disk for, so far; 0 where the system does not say"
+    try:
+        with open(f'/proc/{pid}/stat') as file: return int(file.read().rsplit(')', 1)[1].split()[9])
+    except OSError: return 0
+
 # %% ../../nbs/measure/02_compare.ipynb #03411a3a
 def compare(own, path, settings, cost, vocab_size, threads, rounds=7, progress=None):
     "`own` against llama.cpp on the same file: (rates, comparison lines, facts about the peer)"
-    context = -(-max(s.needs for s in settings) // 256) * 256
-    peers = [own]
+    context, large = -(-max(s.needs for s in settings) // 256) * 256, 3 * os.path.getsize(path) > memory_size()
+    peers, faults = [own], major_faults()
     try:
-        for flash in (True, False): peers.append(LlamaPeer(path, threads, context, flash))
+        for flash in (True,) if large else (True, False): peers.append(LlamaPeer(path, threads, context, flash, large))
         rates = bench(peers, settings, cost, vocab_size, rounds, progress)
+        faults = dict(own_major_faults=major_faults() - faults, peer_major_faults=sum(major_faults(p.child.pid) for p in peers[1:]))
     finally:
         for peer in peers: peer.close()
-    return rates, comparison(rates), dict(peer='xllamacpp', peer_version=peers[1].version, pinned=LLAMA_PIN, threads=threads, peer_context=context)
+    return rates, comparison(rates), dict(peer='xllamacpp', peer_version=peers[1].version, pinned=LLAMA_PIN, threads=threads, peer_context=context, peer_in_place=large, **faults)
