@@ -305,7 +305,7 @@ def hf_parts(keys, family, num_layers):
     if family.moe:
         step, dense = keys.optional('decoder_sparse_step', count, 1), keys.optional('mlp_only_layers', several(whole), ())
         chosen = keys.optional('norm_topk_prob', flag, family.norm_topk) or family.rope_sections               # transformers' qwen3_5_moe always normalises
-        found |= dict(ffn_kinds=tuple('dense' if i in dense or (i + 1) % step else 'moe' for i in range(num_layers)), norm_topk=chosen, num_experts=keys.required('num_experts', count),
+        found |= dict(ffn_kinds=tuple('dense' if i in dense or (i + 1) % step else 'moe' for i in range(num_layers)), norm_topk=chosen, num_experts=keys.optional('num_local_experts', count, None) or keys.required('num_experts', count),
                       experts_per_token=keys.required('num_experts_per_tok', count), expert_size=keys.required('moe_intermediate_size', count))
         if family.hybrid: found['shared_size'] = keys.required('shared_expert_intermediate_size', count)
     return found
