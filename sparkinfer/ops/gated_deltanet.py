@@ -7,7 +7,7 @@ __all__ = ['L2_EPS', 'l2_norm_spec', 'causal_conv_spec', 'delta_gates_spec', 'ga
            'gated_delta_spec', 'gated_delta_chunk_spec', 'causal_conv', 'l2_normalize', 'gated_rms_norm', 'delta_gates',
            'delta_step', 'delta_scratch_bytes', 'delta_chunk']
 
-# %% ../../nbs/ops/04_gated_deltanet.ipynb #248cfe4d
+# %% ../../nbs/ops/04_gated_deltanet.ipynb #cdea2338
 import math
 import numpy as np
 from ..jit import jit
@@ -73,7 +73,7 @@ def gated_delta_chunk_spec(q, k, v, g, beta, state, key_head_of, chunk=64):
         S = past[:, -1:] * S + (K * between[:, -1, :, None]).swapaxes(1, 2) @ D
     return out, S
 
-# %% ../../nbs/ops/04_gated_deltanet.ipynb #aafb5a60
+# %% ../../nbs/ops/04_gated_deltanet.ipynb #07691d09
 _f = np.float32
 
 @jit
@@ -106,12 +106,13 @@ def _conv_any(x, x_stride, rows, state, weight, channels, kernel, begin, end, ou
 
 @jit
 def causal_conv(x, x_stride, rows, state, weight, channels, kernel, begin, end, out, out_stride):
-    """Convolution over time and SiLU, for the channels [begin, end), of `rows` consecutive tokens of one sequence. weight: float32[kernel][channels], transposed from the
-    checkpoint; state: float32[kernel - 1][channels], the raw inputs before the first row (zeros in a new sequence), left as those before the next one"""
+    """Convolution over time and SiLU, for the channels [begin, end), of `rows` consecutive tokens of one sequence; strides: bytes from one token to the next.
+    weight: float32[kernel][channels], transposed from the checkpoint; state: float32[kernel - 1][channels], the raw inputs before the first row (zeros in a new
+    sequence), left as those before the next one; out: float32, may be `x`"""
     if kernel == 4: _conv_4(x, x_stride, rows, state, weight, channels, begin, end, out, out_stride)
     else: _conv_any(x, x_stride, rows, state, weight, channels, kernel, begin, end, out, out_stride)
 
-# %% ../../nbs/ops/04_gated_deltanet.ipynb #8708805e
+# %% ../../nbs/ops/04_gated_deltanet.ipynb #6b9956cc
 L2_EPS = _f(1e-6)
 
 @jit
@@ -140,7 +141,7 @@ def delta_gates(a, b, decay, dt, begin, end, g, beta):
         store(g + h, _f(load_f32(decay + h) * _f(max(x, _f(0)) + _f(math.log1p(_f(math.exp(-abs(x))))))))
         store(beta + h, _f(_f(1) / (_f(1) + _f(math.exp(-load_f32(b + h))))))
 
-# %% ../../nbs/ops/04_gated_deltanet.ipynb #6f7061e0
+# %% ../../nbs/ops/04_gated_deltanet.ipynb #0fe45889
 @jit
 def _read(state, q, k, dk, row, sums):
     "k^T S -> float32[dv] at `sums`, q^T S -> the float32[dv] behind it. row: bytes of a row of the state"
@@ -170,7 +171,7 @@ def _write(state, k, d, e, dk, row, following):
         for c in range(0, row, 32): store(s + c, fma(x, load_f32x8(d + c), mul(e, load_f32x8(s + c))))
         for c in range(0, row // 2, 64): prefetch(ahead + c)
 
-# %% ../../nbs/ops/04_gated_deltanet.ipynb #f4efffaf
+# %% ../../nbs/ops/04_gated_deltanet.ipynb #7e72962c
 @jit
 def _decay(g): return max_lanes(exp_f32x8(splat(g))) if g > _f(-87) else _f(0)
 
@@ -183,14 +184,15 @@ def _correct(recalled, read, e, beta, qk, v, out):
 
 @jit
 def delta_step(state, q, k, v, g, beta, dk, dv, out, scratch, following):
-    """One token of one value head. state: float32[dk][dv], updated; q, k: float32[dk], normalised, q also scaled; v: float32[dv]; g, beta: float32 values; out: float32[dv],
-    may be `v`; dk, dv: multiples of 8; scratch: 8 * dv bytes; following: address of the state that is needed next (any address is safe, `state` if there is none)"""
+    """One token of one value head. state: float32[dk][dv], updated; q, k: float32[dk], normalised, q also scaled; v: float32[dv]; g, beta: float32 values;
+    out: float32[dv], may be `v`; dk, dv: multiples of 8; scratch: 8 * dv bytes; following: address of the state that is needed next, which is fetched
+    meanwhile (any address is safe; `state` if there is none)"""
     row, e, b, qk = 4 * dv, splat(_decay(g)), splat(beta), splat(_dot(q, k, dk))
     _read(state, q, k, dk, row, scratch)
     for c in range(0, row, 32): store(scratch + c, _correct(load_f32x8(scratch + c), load_f32x8(scratch + row + c), e, b, qk, v + c, out + c))
     _write(state, k, scratch, e, dk, row, following)
 
-# %% ../../nbs/ops/04_gated_deltanet.ipynb #9424f434
+# %% ../../nbs/ops/04_gated_deltanet.ipynb #f724c5da
 @jit
 def _write_read_4(S, row, to, to_row, dk, k, e, d0, d1, d2, d3, k_next, q_next):
     "Four registers of columns: write one token (from `S` to `to`), and read for the next one: k^T S and q^T S, four registers each"
@@ -221,7 +223,7 @@ def _write_4(S, row, to, to_row, dk, k, e, d0, d1, d2, d3, following):
         store(p + 64, fma(x, d2, mul(e, load_f32x8(s + 64)))); store(p + 96, fma(x, d3, mul(e, load_f32x8(s + 96))))
         prefetch(following + 64 * i)
 
-# %% ../../nbs/ops/04_gated_deltanet.ipynb #987ed457
+# %% ../../nbs/ops/04_gated_deltanet.ipynb #f95a5cf6
 _MOVE_FROM = 9                                # rows from which the compact strip pays
 
 @jit
@@ -245,23 +247,24 @@ def _strip_1(S, q, k, v, beta, rows, q_stride, k_stride, v_stride, gate_stride, 
     "One register of columns, in place: what is left of a width that is no multiple of 32"
     a, b = load_f32x8(sums), load_f32x8(sums + row)
     for t in range(rows):
-        e, rate, qk, last = splat(load_f32(factors + 8 * t)), splat(load_f32(beta + gate_stride * t)), splat(load_f32(factors + 8 * t + 4)), min(t + 1, rows - 1)
+        e, rate, qk = splat(load_f32(factors + 8 * t)), splat(load_f32(beta + gate_stride * t)), splat(load_f32(factors + 8 * t + 4))
         d = _correct(a, b, e, rate, qk, v + v_stride * t, out + out_stride * t)
-        a, b, here, k_next, q_next = zero_f32x8(), zero_f32x8(), k + k_stride * t, k + k_stride * last, q + q_stride * last     # after the last token nobody asks
+        a, b, next_row = zero_f32x8(), zero_f32x8(), min(t + 1, rows - 1)     # what the last token reads, nobody uses
+        here, k_next, q_next = k + k_stride * t, k + k_stride * next_row, q + q_stride * next_row
         for i in range(dk):
             w = fma(splat(load_f32(here + 4 * i)), d, mul(e, load_f32x8(S + row * i)))
             store(S + row * i, w)
             a, b = fma(w, splat(load_f32(k_next + 4 * i)), a), fma(w, splat(load_f32(q_next + 4 * i)), b)
 
-# %% ../../nbs/ops/04_gated_deltanet.ipynb #37b711af
+# %% ../../nbs/ops/04_gated_deltanet.ipynb #66e2084a
 def delta_scratch_bytes(rows, dk, dv):
     "Bytes of scratch that `delta_chunk` needs for so many rows; never less than the 8 * dv of `delta_step`"
     return 8 * (rows + dv) + 128 * dk
 
 @jit
 def delta_chunk(state, q, k, v, g, beta, rows, q_stride, k_stride, v_stride, gate_stride, out_stride, dk, dv, out, scratch, following):
-    """`rows` >= 1 consecutive tokens of one value head, with the same bits as so many `delta_step`s. Addresses are those of the first token; strides: bytes from one
-    token to the next, g and beta share one. The rest as in `delta_step`; scratch: `delta_scratch_bytes(rows, dk, dv)`"""
+    """`rows` >= 1 consecutive tokens of one value head, with the same bits as so many `delta_step`s. Addresses are those of the first token; strides: bytes
+    from one token to the next, g and beta share one. The rest as in `delta_step`; scratch: `delta_scratch_bytes(rows, dk, dv)`"""
     row, sums, compact = 4 * dv, scratch + 8 * rows, scratch + 8 * (rows + dv)
     for t in range(rows):
         store(scratch + 8 * t, _decay(load_f32(g + gate_stride * t)))
@@ -269,6 +272,7 @@ def delta_chunk(state, q, k, v, g, beta, rows, q_stride, k_stride, v_stride, gat
     _read(state, q, k, dk, row, sums)
     wide = row // 128 * 128
     for c in range(0, wide, 128):
-        _strip_4(state + c, q, k, v + c, beta, rows, q_stride, k_stride, v_stride, gate_stride, out_stride, dk, row, out + c, scratch, sums + c, compact, following + c // 2 * dk)
+        _strip_4(state + c, q, k, v + c, beta, rows, q_stride, k_stride, v_stride, gate_stride, out_stride, dk, row, out + c, scratch, sums + c,
+                 compact, following + c // 2 * dk)
     for c in range(wide, row, 32):
         _strip_1(state + c, q, k, v + c, beta, rows, q_stride, k_stride, v_stride, gate_stride, out_stride, dk, row, out + c, scratch, sums + c)
