@@ -356,7 +356,7 @@ def test_config_entries_of_each_layout(tmp_path):
 @pytest.mark.parametrize('dialect', ['modelopt', 'compressed-tensors'])
 def test_a_better_encoder_and_activation_scales(dialect, tmp_path):
     x = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
-    write_folder(tmp_path/'m', {'w.weight': Deferred('NVFP4', x.shape, lambda: x, encode=lambda values, divide: encode_nvfp4(values, divide=divide, peaks=(6, 4)), input_scale=.25)}, {}, dialect=dialect)
+    write_folder(tmp_path/'m', {'w.weight': Deferred('NVFP4', x.shape, lambda: x, encode=lambda values, factor, divide: encode_nvfp4(values, factor, divide, (6, 4)), input_scale=.25)}, {}, dialect=dialect)
     with open_folder(tmp_path/'m') as checkpoint:
         t = checkpoint.tensors['w.weight']
         packed, scales, factor = encode_nvfp4(x, divide=dialect != 'modelopt', peaks=(6, 4))

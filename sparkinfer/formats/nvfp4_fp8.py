@@ -286,12 +286,12 @@ def decode_fp8(codes, scale, block=(128, 128), table=E4M3):
     return out
 
 # %% ../../nbs/formats/03_nvfp4_fp8.ipynb #d0cf3bef
-def encode_fp8(values, scheme='tensor'):
-    """Quantise to FP8 (E4M3), the largest weight that shares a scale mapped to 448. values: (…, out, in) float32; scheme: 'tensor', 'channel' or the (rows, columns) of a block
+def encode_fp8(values, scheme='tensor', largest=None):
+    """Quantise to FP8 (E4M3), the largest weight that shares a scale mapped to 448. values: (…, out, in) float32; scheme: 'tensor', 'channel' or the (rows, columns) of a block; largest: for 'tensor', that weight's size when `values` are only some of the rows
     → codes uint8 of the same shape; scale float32: (), (…, out, 1) or (…, ⌈out / rows⌉, ⌈in / columns⌉). FormatError for what is not finite."""
     values = np.ascontiguousarray(values, np.float32)
-    largest = largest_size(values)
-    if scheme == 'tensor': scale = largest / E4M3_LARGEST
+    own = largest_size(values)
+    if scheme == 'tensor': scale = np.float32(own if largest is None else largest) / E4M3_LARGEST
     elif values.ndim < 2: raise FormatError('scales by channel or by block need a matrix')
     elif scheme == 'channel': scale = np.abs(values).max(axis=-1, keepdims=True) / E4M3_LARGEST
     else:

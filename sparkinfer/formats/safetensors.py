@@ -10,8 +10,9 @@ __all__ = ['DTYPE_BITS', 'LARGEST_HEADER', 'MOST_AXES', 'INDEX', 'SHARD_NAME', '
            'find_files', 'complete_shards', 'without_scales', 'no_numbers', 'scaled_type', 'numbers_type',
            'FolderTensor', 'line_entries', 'Stored', 'Assembly', 'assemble', 'objects', 'quantization_of',
            'read_metadata', 'chat_template', 'FolderCheckpoint', 'open_folder', 'open_checkpoint', 'describe_folder',
-           'split_rows', 'fuse_rows', 'to_blocks', 'Deferred', 'layout', 'encoded', 'kept', 'kind_of', 'Plan', 'plan',
-           'from_blocks', 'quantization_entries', 'shards_of', 'write_shard', 'write_folder']
+           'split_rows', 'fuse_rows', 'to_blocks', 'Deferred', 'layout', 'checked_runs', 'encoded', 'kept', 'kind_of',
+           'Plan', 'byte_runs', 'plan', 'from_blocks', 'quantization_entries', 'shards_of', 'write_shard',
+           'write_folder']
 
 # %% ../../nbs/formats/02_safetensors.ipynb #5c5dfe07
 import json, math, mmap, os, re, shutil
@@ -407,8 +408,10 @@ class FolderCheckpoint(Checkpoint):
     def release(self, tensor=None):
         "Let the pages of `tensor` and its scales (a `Tensor` or its name; None: everything) leave this process's memory. They come back by themselves when touched."
         if not hasattr(mmap, 'MADV_DONTNEED') or self.closed: return
-        places = self.stored.values() if tensor is None else self._places[tensor if isinstance(tensor, str) else tensor.name]
-        for s in places:
+        if tensor is None:
+            for m in self._maps: m.madvise(mmap.MADV_DONTNEED)
+            return
+        for s in self._places[tensor if isinstance(tensor, str) else tensor.name]:
             first = s.start // mmap.PAGESIZE * mmap.PAGESIZE
             if len(s.data): self._maps[s.part].madvise(mmap.MADV_DONTNEED, first, s.start + len(s.data) - first)
 
@@ -525,13 +528,16 @@ def to_blocks(tensor):
 # %% ../../nbs/formats/02_safetensors.ipynb #28491ac2
 @dataclass(frozen=True)
 class Deferred:
-    """A tensor whose values are made when their turn to be written comes. type: 'F32' 'F16' 'BF16', or 'NVFP4' 'MXFP4' 'FP8' 'FP8_CHANNEL' 'FP8_BLOCK'; make() → float32 array of `shape`;
-    encode: a better encoder, with the arguments and results of `encode_nvfp4` (called with `divide=`), `encode_mxfp4` or `encode_fp8`; input_scale: the activations' scale (amax / 2688 for NVFP4, amax / 448 for FP8), when somebody measured it."""
+    """A tensor whose values are made when their turn to be written comes. type: 'F32' 'F16' 'BF16', or 'NVFP4' 'MXFP4' 'FP8' 'FP8_CHANNEL' 'FP8_BLOCK';
+    make() → float32 array of `shape`, or an iterator over runs of it along the first axis (a run of FP8_BLOCK is a multiple of 128 rows; only the last may not be);
+    encode: a better encoder, with the arguments and results of `encode_nvfp4` (called with `factor=` and `divide=`), `encode_mxfp4` or `encode_fp8` (called with `largest=` for 'FP8');
+    input_scale: the activations' scale (amax / 2688 for NVFP4, amax / 448 for FP8), when somebody measured it; largest() → the largest size of a weight among all tensors that are to share one factor (NVFP4) or one scale (FP8) with this one. None: among its own."""
     type: str
     shape: tuple
     make: Callable
     encode: Callable = None
     input_scale: float = None
+    largest: Callable = None
 
 QUANTISED = ('NVFP4', 'MXFP4', 'FP8', 'FP8_CHANNEL', 'FP8_BLOCK')
 FP8_SCHEMES = {'FP8': 'tensor', 'FP8_CHANNEL': 'channel', 'FP8_BLOCK': (128, 128)}
@@ -555,19 +561,34 @@ def layout(name, kind, shape, dialect, with_input):
     return arrays
 
 # %% ../../nbs/formats/02_safetensors.ipynb #56c14a65
-def encoded(deferred, dialect):
-    "The arrays of a `Deferred` tensor, made now, in the order of `layout`"
-    values = np.asarray(deferred.make(), np.float32)
-    if values.shape != tuple(deferred.shape): raise FormatError(f'a tensor promised as {shape_text(deferred.shape)} came as {shape_text(values.shape)}')
-    kind, both = deferred.type, dialect == 'compressed-tensors'
-    if kind == 'F16' and values.size and max(values.max(), -values.min()) > 65504: raise FormatError('values beyond 65504 become infinite as F16: store this tensor as BF16 or F32')
-    if kind == 'NVFP4': arrays = list((deferred.encode or small.encode_nvfp4)(values, divide=both))
-    elif kind == 'MXFP4': arrays = list((deferred.encode or small.encode_mxfp4)(values))
-    elif kind in FP8_SCHEMES: arrays = list((deferred.encode or partial(small.encode_fp8, scheme=FP8_SCHEMES[kind]))(values))
-    else: return [QUANT_TYPES[kind].encode(values.reshape(-1, 1))]
-    if deferred.input_scale is not None: arrays.append(np.float32(1 / deferred.input_scale if both and kind == 'NVFP4' else deferred.input_scale))
-    return arrays
+def checked_runs(made, shape):
+    "What `Deferred.make` gave, as float32 runs along the first axis. FormatError when they do not add up to `shape`"
+    rows, shape = 0, tuple(shape)
+    def fail(came): raise FormatError(f'a tensor promised as {shape_text(shape)} came as {shape_text(came)}')
+    if not hasattr(made, '__next__'):
+        if np.shape(made) != shape: fail(np.shape(made))
+        yield np.asarray(made, np.float32)
+        return
+    for values in made:
+        rows += len(values)
+        if values.shape[1:] != shape[1:] or rows > shape[0]: fail((rows, *values.shape[1:]))
+        yield np.asarray(values, np.float32)
+    if rows != shape[0]: fail((rows, *shape[1:]))
 
+def encoded(deferred, dialect):
+    "The arrays of a `Deferred` tensor, made now: for each run a list in the order of `layout`, with None for what an earlier run has brought already"
+    kind, both, made, largest = deferred.type, dialect == 'compressed-tensors', deferred.make(), None
+    runs = lambda: checked_runs(deferred.make() if hasattr(made, '__next__') else made, deferred.shape)
+    if kind in ('NVFP4', 'FP8'): largest = np.float32(deferred.largest() if deferred.largest else max(map(small.largest_size, runs()), default=0))
+    encode = {'NVFP4': lambda v: (deferred.encode or small.encode_nvfp4)(v, factor=small.nvfp4_factor(largest, both), divide=both), 'MXFP4': deferred.encode or small.encode_mxfp4, 'FP8': lambda v: (deferred.encode or small.encode_fp8)(v, largest=largest)}.get(kind)
+    if kind in ('FP8_CHANNEL', 'FP8_BLOCK'): encode = deferred.encode or partial(small.encode_fp8, scheme=FP8_SCHEMES[kind])
+    for i, values in enumerate(runs()):
+        if kind == 'F16' and values.size and max(values.max(), -values.min()) > 65504: raise FormatError('values beyond 65504 become infinite as F16: store this tensor as BF16 or F32')
+        arrays = list(encode(values)) if encode else [QUANT_TYPES[kind].encode(values.reshape(-1, 1))]
+        if deferred.input_scale is not None: arrays.append(np.float32(1 / deferred.input_scale if both and kind == 'NVFP4' else deferred.input_scale))
+        yield [array if i == 0 or np.ndim(array) else None for array in arrays]
+
+# %% ../../nbs/formats/02_safetensors.ipynb #fa659d63
 def kept(tensor, dialect):
     "The arrays of a tensor that is quantised already, its codes unchanged, for `layout` of the same kind"
     scales, both = tensor.scales, dialect == 'compressed-tensors'
@@ -586,7 +607,7 @@ def kind_of(tensor):
 # %% ../../nbs/formats/02_safetensors.ipynb #b2fc27de
 @dataclass(frozen=True)
 class Plan:
-    "One tensor to write. arrays: stored name → (dtype, shape); make() → these arrays, in this order"
+    "One tensor to write. arrays: stored name → (dtype, shape); make() → their bytes in runs: lists of an array for each, in this order, or None where a run has nothing for it"
     name: str
     kind: str
     arrays: dict
@@ -598,6 +619,8 @@ class Plan:
 
 ARRAY_DTYPES = {np.dtype(dtype): name for name, dtype in NUMPY_DTYPES.items()}
 
+def byte_runs(data, count=1 << 24): return ([data[start:start + count]] for start in range(0, len(data), count))
+
 def plan(name, value, dialect):
     "`Plan` for an array, a `Deferred` or a `Tensor` (as its file has it). FormatError for what the layout cannot hold."
     if not isinstance(name, str) or not name or name == '__metadata__': raise FormatError(f'{name!r} is no name for a tensor')
@@ -607,12 +630,12 @@ def plan(name, value, dialect):
         return Plan(name, kind, layout(name, kind, shape, dialect, value.input_scale is not None), partial(encoded, value, dialect), value.input_scale is not None)
     if isinstance(value, np.ndarray):
         if value.dtype not in ARRAY_DTYPES: raise FormatError(f'tensor {quoted(name)}: safetensors has no dtype for {value.dtype}')
-        return Plan(name, ARRAY_DTYPES[value.dtype], {name: (ARRAY_DTYPES[value.dtype], value.shape)}, lambda: [value])
+        return Plan(name, ARRAY_DTYPES[value.dtype], {name: (ARRAY_DTYPES[value.dtype], value.shape)}, lambda: [[value]])
     if value.type.name in ('NVFP4', 'MXFP4') and not isinstance(value, FolderTensor): value = from_blocks(value)
     kind = kind_of(value) if isinstance(value, FolderTensor) else value.type.name if value.type.name in PLAIN_TYPES else None
     if kind is None: raise FormatError(f'tensor {quoted(name)} of type {value.type.name} has no form in the {dialect} layout: give it as Deferred(type, shape, tensor.dequantize)')
     with_input = kind in QUANTISED and bool({'input', 'input_divisor'} & value.scales.keys())
-    return Plan(name, kind, layout(name, kind, value.shape, dialect, with_input), (lambda: kept(value, dialect)) if kind in QUANTISED else lambda: [value.data], with_input)
+    return Plan(name, kind, layout(name, kind, value.shape, dialect, with_input), (lambda: [kept(value, dialect)]) if kind in QUANTISED else partial(byte_runs, value.data), with_input)
 
 # %% ../../nbs/formats/02_safetensors.ipynb #326f1fd9
 def from_blocks(tensor):
@@ -663,7 +686,7 @@ def shards_of(plans, shard_bytes):
     return shards
 
 def write_shard(path, plans, progress):
-    "One safetensors file, tensor by tensor. progress(bytes, name) is called after each."
+    "One safetensors file, tensor by tensor, run by run. progress(bytes, name) is called after each run."
     arrays = {name: entry for p in plans for name, entry in p.arrays.items()}
     places, offset = {}, 0
     for name, (dtype, shape) in sorted(arrays.items(), key=lambda item: -DTYPE_BITS[item[1][0]]):
@@ -678,12 +701,17 @@ def write_shard(path, plans, progress):
         f.write(len(text).to_bytes(8, 'little') + text)
         f.truncate(8 + len(text) + offset)
         for p in plans:
-            for name, array in zip(p.arrays, p.make(), strict=True):
-                start, nbytes = places[name]
-                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                if len(data) != nbytes: raise FormatError(f'tensor {quoted(name)}: {nbytes} bytes were planned, {len(data)} came')
-                f.seek(8 + len(text) + start); f.write(data)
-            progress(p.nbytes, p.name)
+            came = dict.fromkeys(p.arrays, 0)
+            for run in p.make():
+                pieces = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in zip(p.arrays, run, strict=True) if array is not None}
+                for name, data in pieces.items():
+                    start, nbytes = places[name]
+                    if came[name] + len(data) <= nbytes: f.seek(8 + len(text) + start + came[name]); f.write(data)
+                    came[name] += len(data)
+                progress(sum(map(len, pieces.values())), p.name)
+            for name, count in came.items():
+                if count != places[name][1]: raise FormatError(f'tensor {quoted(name)}: {places[name][1]} bytes were planned, {count} came')
+        f.flush(); os.fsync(f.fileno())                  # the folder must not have its name before its bytes are on the disk
 
 # %% ../../nbs/formats/02_safetensors.ipynb #079cf08c
 def write_folder(path, tensors, config, *, dialect='modelopt', generation_config=None, files=(), shard_bytes=5_000_000_000, progress=None):

@@ -4,17 +4,19 @@
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'HYBRID', 'MODEL_NAMES', 'LAYER_NAMES', 'MTP_NAMES', 'ONE_ADDED', 'DECAY', 'SQUEEZED', 'FLAT', 'KEYS',
-           'TRAPS', 'LEFT_OUT', 'EXPERT', 'FUSED', 'FOLDER_KINDS', 'FOLDER_PLAIN', 'FOLDER_EXACT', 'SIDE_FILES', 'Part',
-           'changed', 'rearranged', 'stacked', 'layer_of_stack', 'layer_names', 'to_gguf_name', 'to_hf_name', 'Heads',
-           'rope_order', 'value_order', 'inverse', 'Change', 'rows_in', 'columns_in', 'changes', 'next_orders',
-           'needed', 'full_interval', 'rope_entries', 'llama3_factors', 'text_config', 'gguf_metadata', 'hf_config',
-           'rule_of', 'gguf_tokenizer', 'write_hf_tokenizer', 'Model', 'gguf_model', 'expert_parts', 'folder_model',
-           'inner_name', 'layer_number', 'open_model_parts', 'hf_parts', 'fused_qkvz', 'threads', 'blocks_of',
-           'factors_of', 'nvfp4_entries', 'gguf_types', 'Conversion', 'type_before', 'write_as_gguf', 'counted',
-           'sweep', 'need_room', 'folder_kind', 'folder_maps', 'deferred', 'unfused', 'write_as_folder', 'convert']
+           'TRAPS', 'LEFT_OUT', 'EXPERT', 'FUSED', 'FOLDER_KINDS', 'FOLDER_PLAIN', 'FOLDER_EXACT', 'FUSED_BY_ENGINES',
+           'SIDE_FILES', 'Part', 'changed', 'rearranged', 'stacked', 'layer_of_stack', 'layer_names', 'to_gguf_name',
+           'to_hf_name', 'Heads', 'rope_order', 'value_order', 'inverse', 'Change', 'rows_in', 'columns_in', 'changes',
+           'next_orders', 'needed', 'full_interval', 'rope_entries', 'llama3_factors', 'text_config', 'gguf_metadata',
+           'hf_config', 'rule_of', 'gguf_tokenizer', 'write_hf_tokenizer', 'Model', 'gguf_model', 'expert_parts',
+           'folder_model', 'inner_name', 'layer_number', 'open_model_parts', 'hf_parts', 'fused_qkvz', 'threads',
+           'releaser', 'shared_out', 'blocks_of', 'factors_of', 'nvfp4_entries', 'gguf_types', 'Conversion',
+           'type_before', 'write_as_gguf', 'counted', 'sweep', 'need_room', 'folder_kind', 'folder_maps', 'group_of',
+           'stays', 'shared_largest', 'by_threads', 'deferred', 'unfused', 'write_as_folder', 'convert']
 
 # %% ../../nbs/models/06_convert.ipynb #9a7ff8c2
 import json, os, re, tempfile, time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -25,7 +27,7 @@ import tokenizers as hf
 from ..errors import FormatError, SparkinferError, UnsupportedError
 from ..formats.blocks import quant_type
 from ..formats.gguf import Tensor, size_text, write_gguf
-from ..formats.nvfp4_fp8 import encode_mxfp4, encode_nvfp4
+from ..formats.nvfp4_fp8 import encode_mxfp4, encode_nvfp4, largest_size
 from ..formats.quantize import PIECE, SIMPLE_CODES, choose_type, encode, read_maps, recipe
 from ..formats.safetensors import QUANTISED, Deferred, kind_of, open_checkpoint, to_blocks, write_folder
 from ..model_store import resolve
@@ -46,9 +48,10 @@ class Part:
     @property
     def size(self): return int(np.prod(self.shape, dtype=np.int64))
 
-    def pieces(self, weights=PIECE):
-        "The values in order, some rows at a time: about `weights` of them"
-        step = max(1, weights * self.shape[0] // max(1, self.size))
+    def pieces(self, weights=PIECE, multiple=1):
+        "The values in order, some rows at a time: about `weights` of them, in a `multiple` of rows"
+        if not self.shape: yield self.read(None); return
+        step = -(-max(1, weights * self.shape[0] // max(1, self.size)) // multiple) * multiple
         for start in range(0, self.shape[0], step): yield self.read(slice(start, min(start + step, self.shape[0])))
 
     @classmethod
@@ -75,6 +78,10 @@ def stacked(name, parts):
 
 def layer_of_stack(part, index, name):
     "Number `index` along the first axis, as a part of its own"
+    t, factor = part.tensor, part.factor
+    if t is not None and not getattr(t, 'scales', None):                       # so that some rows of it can be read without the others
+        size = len(t.data) // t.shape[0]
+        return Part.of(Tensor(name, t.shape[1:], t.type, t.data[index * size:(index + 1) * size]), name, factor if factor is None or len(factor) == 1 else factor[index:index + 1])
     return Part(name, part.shape[1:], lambda rows: part.read(slice(index, index + 1))[0][rows])
 
 # %% ../../nbs/models/06_convert.ipynb #866193c3
@@ -453,23 +460,47 @@ def hf_parts(model):
 
 def fused_qkvz(name, qkv, z, heads):
     "qwen3next's one projection out of the two that GGUF has"
-    back = inverse(np.concatenate(next_orders(heads, z.shape[0] // heads.linear_keys)))
-    whole = slice(None)
-    return Part(name, (len(back), qkv.shape[1]), lambda rows: np.concatenate([qkv.read(whole), z.read(whole)])[back[rows]])
+    back, cut = inverse(np.concatenate(next_orders(heads, z.shape[0] // heads.linear_keys))), qkv.shape[0]
+    def read(rows):
+        picked = back[rows]
+        out = np.empty((len(picked), qkv.shape[1]), np.float32)
+        for source, own, first in ((qkv, picked < cut, 0), (z, picked >= cut, cut)): out[own] = source.read(picked[own] - first)
+        return out
+    return Part(name, (len(back), qkv.shape[1]), read)
 
 # %% ../../nbs/models/06_convert.ipynb #bb88ba3b
 def threads(): return os.cpu_count() or 1
 
+def releaser(checkpoint, every=1 << 24):
+    "A function of a count of weights (or bytes) just read: it lets go of the source's pages when there have been about `every`"
+    read = 0
+    def release(count):
+        nonlocal read
+        read += count
+        if read >= every and checkpoint is not None:
+            checkpoint.release()
+            read = 0
+    return release
+
+def shared_out(function, values):
+    "[function(some of the rows), …] in order, by as many threads as there are cores"
+    pieces = np.array_split(values, max(1, min(threads(), len(values)))) if values.size >= PIECE // 4 else [values]
+    if len(pieces) == 1: return [function(values)]
+    with ThreadPoolExecutor(len(pieces)) as pool: return list(pool.map(function, pieces))
+
 def blocks_of(part, quant, method, release):
     "The blocks of a part as type `quant`, in pieces; bytes are copied where the part is of that type already"
     if part.tensor is not None and part.tensor.type.name == quant.name:
-        for start in range(0, len(part.tensor.data), 1 << 24): yield part.tensor.data[start:start + (1 << 24)]
+        for start in range(0, len(part.tensor.data), 1 << 24):
+            yield part.tensor.data[start:start + (1 << 24)]
+            release(1 << 24)
     else:
-        for values in part.pieces(threads() * PIECE): yield encode(values, quant, method)
-    release(part)
+        for values in part.pieces(threads() * PIECE):
+            yield encode(values, quant, method)
+            release(values.size)
 
 # %% ../../nbs/models/06_convert.ipynb #482e7aba
-def factors_of(part):
+def factors_of(part, release):
     "NVFP4's factors: one for a matrix, one for each expert of a stack; float32 (n,)"
     largest = np.zeros(part.shape[0] if len(part.shape) > 2 else 1, np.float32)
     at = 0
@@ -478,6 +509,7 @@ def factors_of(part):
         if len(largest) == 1: largest[0] = max(largest[0], top.max())
         else: largest[at:at + len(top)] = top
         at += len(top)
+        release(values.size)
     return np.where(largest > 0, largest / np.float32(2688), np.float32(1)).astype(np.float32)
 
 def nvfp4_entries(part, method, release):
@@ -487,15 +519,16 @@ def nvfp4_entries(part, method, release):
     kept = all(t is not None and t.type.name == 'NVFP4_ROWS' for t in sources)
     def repacked():
         made['factors'] = np.concatenate([np.broadcast_to(t.factor.reshape(-1), (count // len(sources),)) for t in sources]).astype(np.float32)
-        for t in sources: yield to_blocks(t)[0].data
-        release(part)
+        for t in sources:
+            yield to_blocks(t)[0].data
+            release(t.nbytes)
     def blocks():
-        made['factors'], at = factors_of(part), 0
+        made['factors'], at, encoder = factors_of(part, release), 0, partial(quant_type('NVFP4').encode, peaks=(6, 4) if method == 'search' else (6,))
         for values in part.pieces(threads() * PIECE):
             values = values / (made['factors'][0] if count == 1 else made['factors'][at:at + len(values), None, None])
             at += len(values)
-            yield quant_type('NVFP4').encode(values.reshape(-1, 64), peaks=(6, 4) if method == 'search' else (6,))
-        release(part)
+            yield np.concatenate(shared_out(encoder, values.reshape(-1, 64)))
+            release(values.size)
     make = partial(blocks_of, part, quant_type('NVFP4'), method, release) if part.factor is not None and part.tensor.type.name == 'NVFP4' else repacked if kept else blocks
     return {part.name: ('NVFP4', part.shape, make), part.name.removesuffix('.weight') + '.scale': ('F32', (count,), lambda: [made['factors']])}
 
@@ -539,8 +572,7 @@ def type_before(part): return part.tensor.type.name if part.tensor is not None e
 def write_as_gguf(model, target, to, maps=(), refit=False, progress=None):
     "Write a `Model` to a GGUF file; see `convert`"
     types, k_method = gguf_types(model, to, maps), 'lloyd' if refit else 'search'
-    release = lambda part: model.source.release(part.tensor) if model.source is not None and part.tensor is not None else None
-    tensors = {}
+    release, tensors = releaser(model.source), {}
     for name, part in model.parts.items():
         quant = quant_type(types[name])
         same = part.tensor is not None and part.tensor.type.name == quant.name
@@ -603,18 +635,57 @@ def folder_maps(maps):
     return pairs
 
 # %% ../../nbs/models/06_convert.ipynb #80bf0709
-def deferred(part, kind, better):
+FUSED_BY_ENGINES = (('q_proj', 'k_proj', 'v_proj'), ('in_proj_qkv', 'in_proj_z'), ('gate_proj', 'up_proj'), ('w1', 'w3'), ('q_a_proj', 'kv_a_proj_with_mqa'))
+
+def group_of(name):
+    "The tensors that give the same answer are multiplied together by engines, and share NVFP4's factor"
+    where, _, last = name.removesuffix('.weight').rpartition('.')
+    return next(((where, members) for members in FUSED_BY_ENGINES if last in members), name)
+
+def stays(part, kind):
+    "Can this part go into a folder of `kind` as it is?"
+    if part.tensor is None or part.factor is not None: return False
+    return kind_of(part.tensor) == kind if hasattr(part.tensor, 'scales') else part.tensor.type.name == kind and kind not in QUANTISED
+
+def shared_largest(parts, kinds, release):
+    "For each part that becomes NVFP4, a function () → the largest size of a weight in its group; a group is read once, when the first of it is asked for"
+    groups, known = {}, {}
+    for name, part in parts.items():
+        if kinds[name] == 'NVFP4' and not stays(part, 'NVFP4'): groups.setdefault(group_of(name), {})[name] = part
+    def sizes(part):
+        for values in part.pieces(threads() * PIECE):
+            yield largest_size(values)
+            release(values.size)
+    def largest(group):
+        if group not in known: known[group] = max(max(sizes(part), default=0) for part in groups[group].values())
+        return known[group]
+    return {name: partial(largest, group) for group, members in groups.items() for name in members}
+
+# %% ../../nbs/models/06_convert.ipynb #a0756bbe
+def by_threads(encoder, values, **options):
+    "What `encoder` makes of `values`, by all cores: arrays put together again; what there is one of, from the first"
+    columns = zip(*shared_out(partial(encoder, **options), values))
+    return [np.concatenate(column) if np.ndim(column[0]) else column[0] for column in columns]
+
+def deferred(part, kind, largest=None):
     "A part as something that `write_folder` takes: the tensor itself where nothing changes, else a promise"
-    if part.tensor is not None and kind_of(part.tensor) == kind if hasattr(part.tensor, 'scales') else part.tensor is not None and part.tensor.type.name == kind and kind not in QUANTISED: return part.tensor
-    encoder = {'NVFP4': partial(encode_nvfp4, peaks=(6, 4)), 'MXFP4': partial(encode_mxfp4, better=True)}.get(kind) if better else None
-    return Deferred(kind, part.shape, lambda: part.read(slice(None)), encoder)
+    if stays(part, kind): return part.tensor
+    encoder = {'NVFP4': partial(encode_nvfp4, peaks=(6, 4)), 'MXFP4': partial(encode_mxfp4, better=True)}.get(kind)
+    return Deferred(kind, part.shape, partial(part.pieces, threads() * PIECE, 128 if kind == 'FP8_BLOCK' else 1), encoder and partial(by_threads, encoder), largest=largest)
 
 def unfused(tensors):
     "Parts of a folder under their own names, with fused experts taken apart"
-    stacks, used = expert_parts({name: t for name, t in tensors.items() if FUSED.fullmatch(name)})
-    parts = {name: Part.of(t) for name, t in tensors.items() if name not in used}
-    for where, experts in stacks.items():
-        for which, stack in experts.items(): parts |= {n: layer_of_stack(stack, i, n) for i in range(stack.shape[0]) for n in [f'{where}.{i}.{which}_proj.weight']}
+    parts = {}
+    for name, t in tensors.items():
+        found, whole = FUSED.fullmatch(name), Part.of(t)
+        if not found: parts[name] = whole; continue
+        half = t.shape[1] // 2
+        rows = {'down': None} if found[2] == 'down' else {'gate': np.arange(half), 'up': np.arange(half, t.shape[1])}
+        for i in range(t.shape[0]):
+            for which, picked in rows.items():
+                new = f'{found[1]}.{i}.{which}_proj.weight'
+                expert = layer_of_stack(whole, i, new)
+                parts[new] = expert if picked is None else rearranged(expert, picked)
     return parts
 
 # %% ../../nbs/models/06_convert.ipynb #b14811c0
@@ -641,7 +712,14 @@ def write_as_folder(checkpoint, target, to, layout='modelopt', maps=(), progress
         bits = {'F32': 32, 'BF16': 16, 'F16': 16, 'NVFP4': 4.5, 'MXFP4': 4.25}
         nbytes = {name: int(part.size * bits.get(kinds[name], 8) / 8) for name, part in parts.items()}
         need_room(target, sum(nbytes.values()))
-        write_folder(target, {name: deferred(part, kinds[name], True) for name, part in parts.items()}, config, dialect=layout, generation_config=generation, files=files, progress=progress)
+        release = releaser(checkpoint.source if isinstance(checkpoint, Model) else checkpoint)
+        largest, before = shared_largest(parts, kinds, release), 0
+        def advance(done, total, name):
+            nonlocal before
+            release(4 * (done - before))                                       # four bytes read, at most, for each byte written
+            before = done
+            if progress: progress(done, total, name)
+        write_folder(target, {name: deferred(part, kinds[name], largest.get(name)) for name, part in parts.items()}, config, dialect=layout, generation_config=generation, files=files, progress=advance)
     return Conversion(Path(target), [(name, part.shape, type_before(part), kinds[name], nbytes[name]) for name, part in parts.items()])
 
 # %% ../../nbs/models/06_convert.ipynb #6cd2f6ab

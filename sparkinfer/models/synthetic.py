@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['TINY', 'TINY_MOE', 'TINY_HYBRID', 'SHAPES', 'POOL', 'SPREAD', 'COMMON', 'CONTROLS', 'CHATML', 'SPLITTERS', 'Shape',
            'shape_of', 'attention_tensors', 'linear_tensors', 'feed_forward_tensors', 'tensor_shapes', 'type_rules',
-           'type_of', 'halves', 'pool', 'pooled', 'tiny_values', 'bulk_values', 'part_of', 'made_up_words',
-           'vocabulary', 'tokenizer_metadata', 'model_metadata', 'synth', 'write_mix', 'noise_codes', 'noise_nvfp4',
-           'NoiseTensor', 'write_bulk_folder']
+           'type_of', 'halves', 'pool', 'pooled', 'tiny_values', 'bulk_noise', 'bulk_values', 'part_of',
+           'made_up_words', 'vocabulary', 'tokenizer_metadata', 'model_metadata', 'synth', 'write_mix', 'noise_codes',
+           'noise_nvfp4', 'write_bulk_folder']
 
 # %% ../../nbs/models/03_synthetic.ipynb #3af05473
 import re, tempfile, zlib
@@ -19,6 +19,7 @@ import numpy as np
 from ..errors import SparkinferError, UnsupportedError
 from ..formats.blocks import quant_type
 from ..formats.gguf import write_gguf
+from ..formats.nvfp4_fp8 import NVFP4_LARGEST
 from ..formats.quantize import SIMPLE_CODES, encode
 from ..formats.safetensors import Deferred, write_folder
 from .convert import FOLDER_KINDS, Conversion, Model, Part, counted, folder_kind, hf_config, hf_parts, need_room, write_as_folder, write_as_gguf, write_hf_tokenizer
@@ -155,13 +156,22 @@ def tiny_values(s, name, shape, seed=0):
     else: values = draw * next(v for pattern, v in SPREAD.items() if fnmatchcase(inner, pattern)) / np.sqrt(shape[-1])
     return values.astype(np.float32)
 
+@lru_cache(1)
+def bulk_noise(seed):
+    "A pool of 2^20 normal numbers, twice in a row, so that a run may begin anywhere in the first; float32"
+    return np.tile(np.random.default_rng(seed).normal(0, .02, 1 << 20).astype(np.float32), 2)
+
 def bulk_values(name, shape, seed, rows):
-    "Values of a large tensor where noise in blocks will not do: rows of a repeated pool of normal numbers"
-    numbers, columns = np.random.default_rng(seed).normal(0, .02, 1 << 20).astype(np.float32), int(np.prod(shape[1:], dtype=np.int64))
-    if name.endswith('norm.weight'): return np.ones((len(np.arange(shape[0])[rows]), *shape[1:]), np.float32)
-    if name.endswith('ssm_a'): numbers = -np.exp(numbers)
-    picked, shift = np.arange(shape[0])[rows], zlib.crc32(name.encode())
-    return np.stack([np.resize(np.roll(numbers, -(int(r) * columns + shift) % len(numbers)), columns) for r in picked]).reshape(len(picked), *shape[1:]) if columns > 1 else numbers[(picked + shift) % len(numbers)].reshape(len(picked), *shape[1:])
+    "Values of some rows of a large tensor where noise in blocks will not do: the pool from another place in each tensor, over and over. float32 (len(rows), *shape[1:])"
+    picked, columns, noise = np.arange(shape[0])[rows], int(np.prod(shape[1:], dtype=np.int64)), bulk_noise(seed)
+    out = np.empty((len(picked), columns), np.float32)
+    if name.endswith('norm.weight'): out[:] = 1
+    else:
+        size = len(noise) // 2
+        for row, start in zip(out, (picked * columns + zlib.crc32(name.encode())) % size):
+            for at in range(0, columns, size): row[at:at + size] = noise[start:start + min(size, columns - at)]
+        if name.endswith('ssm_a'): out = -np.exp(out)
+    return out.reshape(len(picked), *shape[1:])
 
 def part_of(s, name, shape, seed=0):
     "A tensor as a `Part`"
@@ -251,29 +261,18 @@ def noise_codes():
     random = np.random.default_rng(1)
     return random.integers(0, 256, 1 << 22, np.uint8), random.integers(0x30, 0x40, 1 << 16, np.uint8)
 
-def noise_nvfp4(values, divide=False):
-    "As `encode_nvfp4`, for values that do not matter: random codes and a factor that makes weights near 0.02"
+def noise_nvfp4(values, factor, divide=False):
+    "As `encode_nvfp4`, for values that do not matter: random codes and scales"
     (codes, scales), (*lead, columns) = noise_codes(), values.shape
-    return np.resize(codes, (*lead, columns // 2)), np.resize(scales, (*lead, columns // 16)), np.float32(1 / .007 if divide else .007)
-
-@dataclass(frozen=True)
-class NoiseTensor:
-    "Plain noise that is made when its bytes are asked for"
-    name: str
-    shape: tuple
-    type: object
-
-    @property
-    def data(self): return np.resize(pool(self.type.name).reshape(-1), self.type.nbytes(int(np.prod(self.shape, dtype=np.int64))))
+    return np.resize(codes, (*lead, columns // 2)), np.resize(scales, (*lead, columns // 16)), factor
 
 def write_bulk_folder(model, out, progress=None):
-    "An NVFP4 folder of noise (ModelOpt layout)"
+    "An NVFP4 folder of noise (ModelOpt layout), with one factor for all tensors, which makes weights near 0.02"
     tensors, rows = {}, []
     for name, part in hf_parts(model).items():
         kind = folder_kind(name, part.shape, 'NVFP4', ())
-        if kind == 'NVFP4': tensors[name] = Deferred('NVFP4', part.shape, partial(np.broadcast_to, np.float32(0), part.shape), noise_nvfp4)
-        elif len(part.shape) > 1: tensors[name] = NoiseTensor(name, part.shape, quant_type(kind))
-        else: tensors[name] = Deferred(kind, part.shape, partial(part.read, slice(None)))
+        if kind == 'NVFP4': tensors[name] = Deferred('NVFP4', part.shape, partial(np.broadcast_to, np.float32(0), part.shape), noise_nvfp4, largest=lambda: .007 * NVFP4_LARGEST)
+        else: tensors[name] = Deferred(kind, part.shape, part.pieces)
         rows.append((name, part.shape, 'noise', kind, int(part.size * {'NVFP4': 4.5, 'BF16': 16, 'F32': 32}[kind] / 8)))
     need_room(out, sum(row[4] for row in rows))
     with tempfile.TemporaryDirectory() as scratch:
