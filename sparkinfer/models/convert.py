@@ -244,6 +244,7 @@ def llama3_factors(config, head_dim):
 def text_config(config):
     "The part of config.json about the text model, and its model_type; UnsupportedError for a family that is not in `ARCHITECTURES`"
     text = {**config, **(config.get('text_config') or {})}
+    if 'num_local_experts' in text: text.setdefault('num_experts', text['num_local_experts'])           # transformers 5 renames it in what it writes for qwen3_moe
     kind = text.get('model_type')
     if kind in ('qwen3_5', 'qwen3_5_moe'): kind += '_text'
     if kind not in ARCHITECTURES: raise UnsupportedError(f'config.json: model_type {kind!r} cannot be converted; these can: {", ".join(ARCHITECTURES)}')
