@@ -4,27 +4,25 @@
 
 # %% auto #0
 __all__ = ['i8x64', 'i16x32', 'i32x16', 'rows8', 'half_of_rows', 'byte_of_rows', 'first_word', 'last_word', 'first_four',
-           'last_four', 'shift_left', 'shift_right', 'shift_signed', 'mask', 'plus', 'SCRATCH_PER_BLOCK', 'DOT',
-           'UNPACK', 'fifth_bits_at_2', 'fifth_bits_at_4', 'twelve_more', 'uneven', 'FIRST_ROW_KIND', 'ROW_KINDS',
-           'ROWS_Q8_0', 'ROWS_Q4_K', 'ROWS_Q5_K', 'ROWS_Q6_K', 'ROWS_Q4_0', 'ROWS_Q4_1', 'ROWS_Q5_0', 'ROWS_Q5_1',
-           'ROWS_IQ4_NL', 'ROWS_IQ4_XS', 'ROWS_MXFP4', 'ROWS_NVFP4', 'ROWS_F32', 'ROWS_F16', 'ROWS_BF16', 'WIDE',
-           'HALVES', 'FLOATS', 'rows16', 'rows32', 'words16', 'two_halves', 'either', 'float_bits', 'where_equal',
-           'same_i32x8', 'broadcast_i8x8', 'rows_dot_start', 'rows_dot', 'rows_total', 'rows_totals', 'same_i8x64',
-           'rows_q8_0', 'rows_q4_k', 'rows_q5_k', 'rows_q6_k', 'rows_q4_0', 'rows_q4_1', 'rows_q5_0', 'rows_q5_1',
-           'rows_iq4_nl', 'rows_iq4_xs', 'rows_mxfp4', 'rows_nvfp4', 'rows_f32', 'rows_bf16', 'rows_f16', 'row_kind',
-           'row_stride', 'row_walk', 'row_tile', 'unpack_row_blocks', 'unpack_rows']
+           'last_four', 'DOT', 'UNPACK', 'fifth_bits_at_2', 'fifth_bits_at_4', 'twelve_more', 'uneven',
+           'FIRST_ROW_KIND', 'ROW_FORMATS', 'ROW_KINDS', 'rows16', 'rows32', 'words16', 'two_halves', 'float_bits',
+           'where_equal', 'broadcast_i8x8', 'rows_dot_start', 'rows_dot', 'rows_total', 'rows_totals', 'rows_q8_0',
+           'rows_q4_k', 'rows_q5_k', 'rows_q6_k', 'rows_q4_0', 'rows_q4_1', 'rows_q5_0', 'rows_q5_1', 'rows_iq4_nl',
+           'rows_iq4_xs', 'rows_mxfp4', 'rows_nvfp4', 'rows_q3_k', 'rows_q2_k', 'rows_f32', 'rows_bf16', 'rows_f16',
+           'row_kind', 'row_stride']
 
-# %% ../../nbs/ops/09_file_rows.ipynb #d30bf731
+# %% ../../nbs/ops/09_file_rows.ipynb #e0516d52
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 import numpy as np
 from ..formats.blocks import LAYOUTS
 from ..jit import jit
+from .k_quants import FLOATS, FORM_BYTES, HALVES, HALVES_MIN, PLAIN, WIDE, TileFormat, either, mask, plus, shift_left, shift_right, shift_signed, splat_i32
 from .simd import (HAS_AVX2, HAS_VNNI, SIGNED, UNSIGNED, Vector, add, f32x8, fma, i16x16, i32x8, i8x32, is_unsigned, load_f32, mul, prefetch, splat, store, sub,
                                  to_f32x8, zero_f32x8, _call, _constant, _f16_to_f32, _indices, _load, _splat)
 
-# %% ../../nbs/ops/09_file_rows.ipynb #046e8001
+# %% ../../nbs/ops/09_file_rows.ipynb #1d8470aa
 i8x64, i16x32, i32x16 = Vector('i8', 64), Vector('i16', 32), Vector('i32', 16)
 _i64, _I64x2, _I64x8, _F16x8 = ir.IntType(64), ir.VectorType(ir.IntType(64), 2), ir.VectorType(ir.IntType(64), 8), ir.VectorType(ir.HalfType(), 8)
 
@@ -53,7 +51,7 @@ def rows32(base, stride):
     c, d = rows16(base + 16, stride)
     return a, b, c, d
 
-# %% ../../nbs/ops/09_file_rows.ipynb #f121c715
+# %% ../../nbs/ops/09_file_rows.ipynb #77bec804
 @intrinsic
 def words16(typingctx, base, stride):
     "16 bytes of eight rows -> four i32x8, a word of each row"
@@ -94,23 +92,7 @@ def _every_second_word(k, vector):
 first_word, last_word = _every_second_word(0, i32x8), _every_second_word(1, i32x8)       # of the eight bytes of each row
 first_four, last_four = _every_second_word(0, i8x32), _every_second_word(1, i8x32)       # the same as bytes: registers as tiles have them
 
-# %% ../../nbs/ops/09_file_rows.ipynb #242bc369
-def _with_number(operation):
-    "A word `f(x, number)`: the operation on every lane of an integer register, with `number` cut to the lane's width"
-    @intrinsic
-    def word(typingctx, x, number):
-        def codegen(context, b, signature, args): return getattr(b, operation)(args[0], _splat(b, b.trunc(args[1], x.llvm.element), x.llvm))
-        return x(x, types.int64), codegen
-    return word
-
-shift_left, shift_right, shift_signed, mask, plus = map(_with_number, ('shl', 'lshr', 'ashr', 'and_', 'add'))
-
-@intrinsic
-def either(typingctx, x, y):
-    "Bits of x or of y"
-    def codegen(context, b, signature, args): return b.or_(*args)
-    return x(x, x), codegen
-
+# %% ../../nbs/ops/09_file_rows.ipynb #1e3cc319
 @intrinsic
 def float_bits(typingctx, x):
     "int32 lanes read as the bits of float32"
@@ -124,18 +106,12 @@ def where_equal(typingctx, x, number, yes, no):
     return x(x, types.int64, x, x), codegen
 
 @intrinsic
-def same_i32x8(typingctx, address):
-    "The int32 at `address` in all eight lanes"
-    def codegen(context, b, signature, args): return _splat(b, _load(b, args[0], ir.IntType(32)), i32x8.llvm)
-    return i32x8(types.int64), codegen
-
-@intrinsic
 def broadcast_i8x8(typingctx, address):
     "The eight bytes at `address`, repeated eight times"
     def codegen(context, b, signature, args): return b.bitcast(_splat(b, _load(b, args[0], _i64), _I64x8), i8x64.llvm)
     return i8x64(types.int64), codegen
 
-# %% ../../nbs/ops/09_file_rows.ipynb #e5c852de
+# %% ../../nbs/ops/09_file_rows.ipynb #69c74800
 def _accumulator(tag): return i16x32 if HAS_AVX2 and not HAS_VNNI and not tag.signed else i32x16
 
 def _words_of_pairs(b, x): return _join(b, *[_call(b, 'llvm.x86.avx2.pmadd.wd', i32x8.llvm, [part, _constant(i16x16, 1)]) for part in _parts(b, x)])
@@ -165,7 +141,7 @@ def rows_dot(typingctx, tag, total, weights, activations):
         return b.add(total, _words_of_pairs(b, products) if tag.signed else products)
     return _accumulator(tag)(tag, _accumulator(tag), i8x64, i8x64), codegen
 
-# %% ../../nbs/ops/09_file_rows.ipynb #cc23a9b5
+# %% ../../nbs/ops/09_file_rows.ipynb #a2aa83a3
 @intrinsic
 def rows_total(typingctx, x):
     "One accumulator -> i32x8, a sum for each row"
@@ -182,14 +158,13 @@ def rows_totals(typingctx, x, y):
         return context.make_tuple(b, signature.return_type, _parts(b, b.add(*[_shuffle(b, *args, range(k, 32, 2)) for k in (0, 1)])))
     return types.UniTuple(i32x8, 2)(x, x), codegen
 
-# %% ../../nbs/ops/09_file_rows.ipynb #3d862355
-SCRATCH_PER_BLOCK = 320                      # bytes of an unpacked block of 8 rows × 32 columns: two registers of 8 floats, eight of bytes
+# %% ../../nbs/ops/09_file_rows.ipynb #879fbafa
 DOT, UNPACK = np.uint8(0), np.int8(0)        # what to do with the weights; told apart by their types
 
 @jit(forceinline=True)
 def _place(action, target, block, begin, blocks):
     "Where a block is worked on: its rounded activations in the record `target`, or its part of the scratch `target`, which begins with block `begin`"
-    return target + 128 * blocks + 32 * block if is_unsigned(action) else target + SCRATCH_PER_BLOCK * (block - begin)
+    return target + 128 * blocks + 32 * block if is_unsigned(action) else target + 320 * (block - begin)
 
 @jit(forceinline=True)
 def _feed_wide(action, total, w, k, at):
@@ -209,7 +184,7 @@ def _feed_plain(action, tag, total, w, offset, k, at):
     store(t + 32, last_four(signed))
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #8d5b555f
+# %% ../../nbs/ops/09_file_rows.ipynb #55ac21cc
 @jit(forceinline=True)
 def _end_wide(action, total, dots, scale, minimum, target, block, begin, blocks):
     if is_unsigned(action):
@@ -224,7 +199,7 @@ def _end_wide(action, total, dots, scale, minimum, target, block, begin, blocks)
 def _end_plain(action, total, dots, offset, scale, target, block, begin, blocks):
     if is_unsigned(action):
         d = target + 160 * blocks + 4 * block
-        exact = sub(dots, mul(same_i32x8(d + 8 * blocks), splat(np.int32(offset))))
+        exact = sub(dots, mul(splat_i32(d + 8 * blocks), splat(np.int32(offset))))
         return fma(mul(scale, splat(load_f32(d))), to_f32x8(exact), total)
     t = _place(action, target, block, begin, blocks)
     store(t, scale)
@@ -232,39 +207,29 @@ def _end_plain(action, total, dots, offset, scale, target, block, begin, blocks)
     return total
 
 @jit(forceinline=True)
+def _offsets(starts, offset):
+    "−offset · Σ of sixteen activations, in all lanes. A record has −128 · Σ of them, for VNNI; the multiple is exact"
+    return mul(shift_signed(splat_i32(starts), 7), splat(np.int32(offset)))
+
+@jit(forceinline=True)
 def _end_halves(action, total, dots, more_dots, offset, scale, more_scale, target, block, begin, blocks):
     if is_unsigned(action):
-        q, d = target + 128 * blocks + 32 * block, target + 160 * blocks + 4 * block
-        first, second = _sums_of_sixteen(q, offset)
-        t = fma(more_scale, to_f32x8(sub(more_dots, second)), mul(scale, to_f32x8(sub(dots, first))))
-        return fma(t, splat(load_f32(d)), total)
+        starts = target + 172 * blocks + 8 * block
+        t = mul(scale, to_f32x8(add(dots, _offsets(starts, offset))))
+        t = fma(more_scale, to_f32x8(add(more_dots, _offsets(starts + 4, offset))), t)
+        return fma(t, splat(load_f32(target + 160 * blocks + 4 * block)), total)
     t = _place(action, target, block, begin, blocks)
     store(t, scale)
     store(t + 32, more_scale)
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #a43ef95e
-@intrinsic
-def same_i8x64(typingctx, number):
-    "A small number in all 64 bytes"
-    def codegen(context, b, signature, args): return _splat(b, b.trunc(args[0], ir.IntType(8)), i8x64.llvm)
-    return i8x64(types.int64), codegen
-
-@jit(forceinline=True)
-def _sums_of_sixteen(q, offset):
-    "offset · Σ of the activations 0 … 15 and 16 … 31 of the block at `q`, in all lanes"
-    w = same_i8x64(offset)
-    first = rows_dot(UNSIGNED, rows_dot(UNSIGNED, rows_dot_start(UNSIGNED), w, broadcast_i8x8(q)), w, broadcast_i8x8(q + 8))
-    second = rows_dot(UNSIGNED, rows_dot(UNSIGNED, rows_dot_start(UNSIGNED), w, broadcast_i8x8(q + 16)), w, broadcast_i8x8(q + 24))
-    return rows_totals(first, second)
-
-# %% ../../nbs/ops/09_file_rows.ipynb #35644be5
+# %% ../../nbs/ops/09_file_rows.ipynb #c3f4b561
 @jit(forceinline=True)
 def _fetch_ahead(base, stride, done, lines):
     "Ask for `lines` cache lines of what follows these eight rows; `done` says how many bytes were asked for before"
     for line in range(lines): prefetch(base + 8 * stride + 4096 + done + 64 * line)
 
-# %% ../../nbs/ops/09_file_rows.ipynb #fa8ae445
+# %% ../../nbs/ops/09_file_rows.ipynb #248c607f
 _f = np.float32
 _FLIPPED = 128 if HAS_VNNI else 0            # what SIGNED weights count too much
 
@@ -284,7 +249,7 @@ def rows_q8_0(action, base, begin, end, blocks, target):
         p += 34
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #995dc193
+# %% ../../nbs/ops/09_file_rows.ipynb #7118772e
 @jit(forceinline=True)
 def _header(base, stride):
     "d, −dmin, and registers with four numbers in the bytes of each lane: scales 0 … 3, scales 4 … 7, minima 0 … 3, minima 4 … 7"
@@ -304,7 +269,7 @@ def _two_runs(action, total, i, j, d, m, scales, minima, k, target, block, begin
     total = _end_wide(action, total, i, _times_byte(d, scales, k), _times_byte(m, minima, k), target, block, begin, blocks)
     return _end_wide(action, total, j, _times_byte(d, scales, k + 1), _times_byte(m, minima, k + 1), target, block + 1, begin, blocks)
 
-# %% ../../nbs/ops/09_file_rows.ipynb #1973b62b
+# %% ../../nbs/ops/09_file_rows.ipynb #539b2388
 @jit(forceinline=True)
 def _q4_k_runs(action, total, d, m, scales, minima, k, p, stride, target, block, begin, blocks):
     x, y = _place(action, target, block, begin, blocks), _place(action, target, block + 1, begin, blocks)
@@ -330,7 +295,7 @@ def rows_q4_k(action, base, begin, end, blocks, target):
         p += 144
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #074f3602
+# %% ../../nbs/ops/09_file_rows.ipynb #32251883
 @jit(forceinline=True)
 def _bits_at(h, k, place, bits):
     "The bits of every byte from bit k on, moved to `place`, under the mask `bits`"
@@ -370,7 +335,7 @@ def rows_q5_k(action, base, begin, end, blocks, target):
         p += 176
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #53a35ba3
+# %% ../../nbs/ops/09_file_rows.ipynb #81173c6a
 @jit(forceinline=True)
 def _times_signed_byte(d, words, k): return mul(d, to_f32x8(shift_signed(shift_left(words, 24 - 8 * k), 24)))
 
@@ -406,7 +371,7 @@ def rows_q6_k(action, base, begin, end, blocks, target):
         p += 210
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #dc5fb933
+# %% ../../nbs/ops/09_file_rows.ipynb #d41f443d
 def _spread_bits(at):
     @intrinsic
     def word(typingctx, x):
@@ -420,7 +385,7 @@ def _spread_bits(at):
 
 fifth_bits_at_2, fifth_bits_at_4 = _spread_bits(2), _spread_bits(4)      # of the four bytes from there on, among the eight of each row -> 16 or 0 for weights 0 … 7, 8 … 15, …
 
-# %% ../../nbs/ops/09_file_rows.ipynb #5659d7d5
+# %% ../../nbs/ops/09_file_rows.ipynb #5bf85a1c
 @jit(forceinline=True)
 def _nibble_block(action, total, p, stride, scale, minimum, target, block, begin, blocks):
     "16 bytes a row: weights 0 … 15 in the low halves, 16 … 31 in the high ones"
@@ -460,7 +425,7 @@ def rows_q4_1(action, base, begin, end, blocks, target):
         p += 20
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #628d0b45
+# %% ../../nbs/ops/09_file_rows.ipynb #42889347
 @jit
 def rows_q5_0(action, base, begin, end, blocks, target):
     "Eight rows of Q5_0, 22 bytes per 32 weights"
@@ -484,7 +449,7 @@ def rows_q5_1(action, base, begin, end, blocks, target):
         p += 24
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #f8b7a6ee
+# %% ../../nbs/ops/09_file_rows.ipynb #fb9b687a
 def _lookup(values):
     @intrinsic
     def word(typingctx, codes):
@@ -500,7 +465,7 @@ def _lookup(values):
 twelve_more = _lookup([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0])                      # 2 · E2M1 + 12
 uneven = _lookup([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])            # IQ4_NL, IQ4_XS
 
-# %% ../../nbs/ops/09_file_rows.ipynb #47e7667a
+# %% ../../nbs/ops/09_file_rows.ipynb #54082891
 @jit(forceinline=True)
 def _listed_block(action, total, p, stride, scale, target, block, begin, blocks):
     "16 bytes a row of IQ4 codes"
@@ -536,7 +501,7 @@ def rows_iq4_xs(action, base, begin, end, blocks, target):
             p += 16
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #f47c590a
+# %% ../../nbs/ops/09_file_rows.ipynb #2ab97fb1
 @jit(forceinline=True)
 def _half_power(e):
     "2 ** (e − 128) from E8M0 codes: half the scale, because the weights are doubled. The two smallest are below float32's normal range"
@@ -558,7 +523,7 @@ def rows_mxfp4(action, base, begin, end, blocks, target):
         p += 17
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #4782e5cc
+# %% ../../nbs/ops/09_file_rows.ipynb #f807497f
 @jit(forceinline=True)
 def _half_small_float(words, k):
     "Half of the UE4M3 number in byte k of each word; 0x7f counts as 0"
@@ -587,7 +552,102 @@ def rows_nvfp4(action, base, begin, end, blocks, target):
         p += 36
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #64e47d07
+# %% ../../nbs/ops/09_file_rows.ipynb #62a0a1c8
+@jit(forceinline=True)
+def _pairs_run(action, total, low, pair, high, bit, offset, scale, more_scale, target, block, begin, blocks):
+    "32 weights: bit pairs of four registers, with third bits"
+    at, i, j = _place(action, target, block, begin, blocks), rows_dot_start(UNSIGNED), rows_dot_start(UNSIGNED)
+    i = _feed_plain(action, UNSIGNED, i, either(mask(shift_right(low[0], pair), 3), _bits_at(high[0], bit, 2, 4)), 4, 0, at)
+    i = _feed_plain(action, UNSIGNED, i, either(mask(shift_right(low[1], pair), 3), _bits_at(high[1], bit, 2, 4)), 4, 1, at)
+    j = _feed_plain(action, UNSIGNED, j, either(mask(shift_right(low[2], pair), 3), _bits_at(high[2], bit, 2, 4)), 4, 2, at)
+    j = _feed_plain(action, UNSIGNED, j, either(mask(shift_right(low[3], pair), 3), _bits_at(high[3], bit, 2, 4)), 4, 3, at)
+    i, j = rows_totals(i, j)
+    return _end_halves(action, total, i, j, 4, scale, more_scale, target, block, begin, blocks)
+
+@jit(forceinline=True)
+def _q3_k_scale(d, words, k): return mul(d, to_f32x8(plus(mask(shift_right(words, 8 * k), 63), -32)))
+
+@jit(forceinline=True)
+def _q3_k_half(action, total, d, scales, more_scales, p, high, bit, stride, target, block, begin, blocks):
+    low = rows32(p, stride)
+    total = _pairs_run(action, total, low, 0, high, bit, 4, _q3_k_scale(d, scales, 0), _q3_k_scale(d, scales, 1), target, block, begin, blocks)
+    total = _pairs_run(action, total, low, 2, high, bit + 1, 4, _q3_k_scale(d, scales, 2), _q3_k_scale(d, scales, 3), target, block + 1, begin, blocks)
+    total = _pairs_run(action, total, low, 4, high, bit + 2, 4, _q3_k_scale(d, more_scales, 0), _q3_k_scale(d, more_scales, 1), target, block + 2, begin, blocks)
+    return _pairs_run(action, total, low, 6, high, bit + 3, 4, _q3_k_scale(d, more_scales, 2), _q3_k_scale(d, more_scales, 3), target, block + 3, begin, blocks)
+
+# %% ../../nbs/ops/09_file_rows.ipynb #dfb1fea3
+@jit(forceinline=True)
+def _six_bit_scales(low, high): return either(mask(low, 0x0f0f0f0f), shift_left(mask(high, 0x03030303), 4))
+
+@jit
+def rows_q3_k(action, base, begin, end, blocks, target):
+    "Eight rows of Q3_K, 110 bytes per 256 weights"
+    stride, p, total = 110 * (blocks // 8), base + 110 * (begin // 8), zero_f32x8()
+    for block in range(begin, end, 8):
+        _fetch_ahead(base, stride, 110 * block, 14)
+        w0, w1, w2, w3 = words16(p + 94, stride)
+        first, second = either(shift_right(w0, 16), shift_left(w1, 16)), either(shift_right(w1, 16), shift_left(w2, 16))
+        top, d = either(shift_right(w2, 16), shift_left(w3, 16)), two_halves(w3)[1]
+        high = rows32(p, stride)
+        total = _q3_k_half(action, total, d, _six_bit_scales(first, top), _six_bit_scales(second, shift_right(top, 2)), p + 32, high, 0, stride, target, block, begin, blocks)
+        first, second, top = shift_right(first, 4), shift_right(second, 4), shift_right(top, 4)
+        total = _q3_k_half(action, total, d, _six_bit_scales(first, top), _six_bit_scales(second, shift_right(top, 2)), p + 64, high, 4, stride, target, block + 4, begin, blocks)
+        p += 110
+    return total
+
+# %% ../../nbs/ops/09_file_rows.ipynb #d62ebd4e
+@jit(forceinline=True)
+def _end_halves_min(action, total, dots, more_dots, d, m, numbers, k, target, block, begin, blocks):
+    "numbers: bytes k and k + 1 of each word hold scale and minimum of sixteen weights each"
+    scale, more_scale = mul(d, to_f32x8(mask(shift_right(numbers, 8 * k), 15))), mul(d, to_f32x8(mask(shift_right(numbers, 8 * k + 8), 15)))
+    minimum, more_minimum = mul(m, to_f32x8(mask(shift_right(numbers, 8 * k + 4), 15))), mul(m, to_f32x8(mask(shift_right(numbers, 8 * k + 12), 15)))
+    if is_unsigned(action):
+        starts = target + 172 * blocks + 8 * block
+        t = fma(more_scale, to_f32x8(more_dots), mul(scale, to_f32x8(dots)))
+        t = fma(more_minimum, to_f32x8(splat_i32(starts + 4)), fma(minimum, to_f32x8(splat_i32(starts)), t))
+        return fma(t, splat(load_f32(target + 160 * blocks + 4 * block)), total)
+    t = target + 384 * (block - begin)
+    store(t, scale)
+    store(t + 32, more_scale)
+    store(t + 320, minimum)
+    store(t + 352, more_minimum)
+    return total
+
+@jit(forceinline=True)
+def _q2_k_run(action, total, low, pair, d, m, numbers, k, target, block, begin, blocks):
+    at = target + 128 * blocks + 32 * block if is_unsigned(action) else target + 384 * (block - begin)
+    i, j = rows_dot_start(UNSIGNED), rows_dot_start(UNSIGNED)
+    i = _feed_plain(action, UNSIGNED, i, mask(shift_right(low[0], pair), 3), 0, 0, at)
+    i = _feed_plain(action, UNSIGNED, i, mask(shift_right(low[1], pair), 3), 0, 1, at)
+    j = _feed_plain(action, UNSIGNED, j, mask(shift_right(low[2], pair), 3), 0, 2, at)
+    j = _feed_plain(action, UNSIGNED, j, mask(shift_right(low[3], pair), 3), 0, 3, at)
+    i, j = rows_totals(i, j)
+    return _end_halves_min(action, total, i, j, d, m, numbers, k, target, block, begin, blocks)
+
+# %% ../../nbs/ops/09_file_rows.ipynb #23ec1468
+@jit(forceinline=True)
+def _q2_k_half(action, total, d, m, numbers, more_numbers, p, stride, target, block, begin, blocks):
+    low = rows32(p, stride)
+    total = _q2_k_run(action, total, low, 0, d, m, numbers, 0, target, block, begin, blocks)
+    total = _q2_k_run(action, total, low, 2, d, m, numbers, 2, target, block + 1, begin, blocks)
+    total = _q2_k_run(action, total, low, 4, d, m, more_numbers, 0, target, block + 2, begin, blocks)
+    return _q2_k_run(action, total, low, 6, d, m, more_numbers, 2, target, block + 3, begin, blocks)
+
+@jit
+def rows_q2_k(action, base, begin, end, blocks, target):
+    "Eight rows of Q2_K, 84 bytes per 256 weights"
+    stride, p, total = 84 * (blocks // 8), base + 84 * (begin // 8), zero_f32x8()
+    for block in range(begin, end, 8):
+        _fetch_ahead(base, stride, 84 * block, 11)
+        n0, n1, n2, n3 = words16(p, stride)
+        d, m = two_halves(last_word(rows8(p + 76, stride)))
+        m = mul(m, splat(_f(2.**-7)))
+        total = _q2_k_half(action, total, d, m, n0, n1, p + 16, stride, target, block, begin, blocks)
+        total = _q2_k_half(action, total, d, m, n2, n3, p + 48, stride, target, block + 4, begin, blocks)
+        p += 84
+    return total
+
+# %% ../../nbs/ops/09_file_rows.ipynb #d3fdbbc6
 @jit(forceinline=True)
 def _feed_column(action, total, w, column, at):
     if is_unsigned(action): return fma(w, splat(load_f32(at + 4 * column)), total)
@@ -652,65 +712,30 @@ def rows_f16(action, base, begin, end, blocks, target):
             p += 16
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #f3d2579f
+# %% ../../nbs/ops/09_file_rows.ipynb #f724e261
+def _row_format(kind, name, form, walk):
+    @jit
+    def tile_of_rows(weights, record, num_blocks): return walk(DOT, weights, 0, num_blocks, num_blocks, record)
+    @jit
+    def unpack_rows(weights, block_begin, block_end, num_blocks, scratch): walk(UNPACK, weights, block_begin, block_end, num_blocks, scratch)
+    _, size, nbytes = LAYOUTS[name]
+    return TileFormat(kind, (), max(32, size), 8 * 32 * nbytes // size, form, None, tile_of_rows, unpack_rows)
+
 FIRST_ROW_KIND = 32
-ROW_KINDS = {name: FIRST_ROW_KIND + LAYOUTS[name][0] for name in ('Q8_0', 'Q4_K', 'Q5_K', 'Q6_K', 'Q4_0', 'Q4_1', 'Q5_0', 'Q5_1', 'IQ4_NL', 'IQ4_XS', 'MXFP4', 'NVFP4', 'F32', 'F16', 'BF16')}
-ROWS_Q8_0, ROWS_Q4_K, ROWS_Q5_K, ROWS_Q6_K, ROWS_Q4_0 = ROW_KINDS['Q8_0'], ROW_KINDS['Q4_K'], ROW_KINDS['Q5_K'], ROW_KINDS['Q6_K'], ROW_KINDS['Q4_0']
-ROWS_Q4_1, ROWS_Q5_0, ROWS_Q5_1, ROWS_IQ4_NL, ROWS_IQ4_XS = ROW_KINDS['Q4_1'], ROW_KINDS['Q5_0'], ROW_KINDS['Q5_1'], ROW_KINDS['IQ4_NL'], ROW_KINDS['IQ4_XS']
-ROWS_MXFP4, ROWS_NVFP4, ROWS_F32, ROWS_F16, ROWS_BF16 = ROW_KINDS['MXFP4'], ROW_KINDS['NVFP4'], ROW_KINDS['F32'], ROW_KINDS['F16'], ROW_KINDS['BF16']
-WIDE, HALVES, FLOATS = ('Q4_K', 'Q5_K', 'Q4_0', 'Q4_1', 'Q5_0', 'Q5_1'), ('Q6_K', 'NVFP4'), ('F32', 'F16', 'BF16')       # what unpacks to which form; the others are plain
+_WALKS = (('Q8_0', PLAIN, rows_q8_0), ('Q4_K', WIDE, rows_q4_k), ('Q5_K', WIDE, rows_q5_k), ('Q6_K', HALVES, rows_q6_k),
+          ('Q4_0', WIDE, rows_q4_0), ('Q4_1', WIDE, rows_q4_1), ('Q5_0', WIDE, rows_q5_0), ('Q5_1', WIDE, rows_q5_1),
+          ('IQ4_NL', PLAIN, rows_iq4_nl), ('IQ4_XS', PLAIN, rows_iq4_xs), ('MXFP4', PLAIN, rows_mxfp4), ('NVFP4', HALVES, rows_nvfp4),
+          ('Q3_K', HALVES, rows_q3_k), ('Q2_K', HALVES_MIN, rows_q2_k), ('F32', FLOATS, rows_f32), ('F16', FLOATS, rows_f16),
+          ('BF16', FLOATS, rows_bf16))
+ROW_FORMATS = tuple(_row_format(FIRST_ROW_KIND + i, *row) for i, row in enumerate(_WALKS))
+ROW_KINDS = {row[0]: f.kind for row, f in zip(_WALKS, ROW_FORMATS)}
 
 def row_kind(type_name, rows=8, columns=256):
-    """The kind of tile that eight rows of this GGUF type make in their file, or None: the type has no kernel here, `rows` is no multiple of 8 (a last tile would read
-    rows that are not there), or `columns` is not whole blocks. Such a matrix is packed instead"""
+    """The kind of tile that eight rows of this GGUF type make where they lie in their file, or None: the type has no kernel here, `rows` is no multiple of 8 (a last tile would
+    read rows that are not there), or `columns` is not whole blocks. Such a matrix has to be packed"""
     if rows % 8 or columns % 32 or columns % LAYOUTS.get(type_name, (0, 1, 0))[1]: return None
     return ROW_KINDS.get(type_name)
 
-@jit
 def row_stride(kind, blocks):
-    "Bytes of eight rows of `blocks` blocks of 32"
-    if kind == ROWS_Q8_0: return 272 * blocks
-    if kind == ROWS_Q4_K or kind == ROWS_Q4_0 or kind == ROWS_IQ4_NL: return 144 * blocks
-    if kind == ROWS_Q5_K or kind == ROWS_Q5_0: return 176 * blocks
-    if kind == ROWS_Q6_K: return 1680 * (blocks // 8)
-    if kind == ROWS_Q4_1: return 160 * blocks
-    if kind == ROWS_Q5_1: return 192 * blocks
-    if kind == ROWS_IQ4_XS or kind == ROWS_MXFP4: return 136 * blocks
-    if kind == ROWS_NVFP4: return 288 * (blocks // 2)
-    if kind == ROWS_F32: return 1024 * blocks
-    if kind == ROWS_F16 or kind == ROWS_BF16: return 512 * blocks
-    return 0
-
-@jit
-def row_walk(action, kind, address, begin, end, blocks, target):
-    if kind == ROWS_Q8_0: return rows_q8_0(action, address, begin, end, blocks, target)
-    if kind == ROWS_Q4_K: return rows_q4_k(action, address, begin, end, blocks, target)
-    if kind == ROWS_Q5_K: return rows_q5_k(action, address, begin, end, blocks, target)
-    if kind == ROWS_Q6_K: return rows_q6_k(action, address, begin, end, blocks, target)
-    if kind == ROWS_Q4_0: return rows_q4_0(action, address, begin, end, blocks, target)
-    if kind == ROWS_Q4_1: return rows_q4_1(action, address, begin, end, blocks, target)
-    if kind == ROWS_Q5_0: return rows_q5_0(action, address, begin, end, blocks, target)
-    if kind == ROWS_Q5_1: return rows_q5_1(action, address, begin, end, blocks, target)
-    if kind == ROWS_IQ4_NL: return rows_iq4_nl(action, address, begin, end, blocks, target)
-    if kind == ROWS_IQ4_XS: return rows_iq4_xs(action, address, begin, end, blocks, target)
-    if kind == ROWS_MXFP4: return rows_mxfp4(action, address, begin, end, blocks, target)
-    if kind == ROWS_NVFP4: return rows_nvfp4(action, address, begin, end, blocks, target)
-    if kind == ROWS_F32: return rows_f32(action, address, begin, end, blocks, target)
-    if kind == ROWS_F16: return rows_f16(action, address, begin, end, blocks, target)
-    if kind == ROWS_BF16: return rows_bf16(action, address, begin, end, blocks, target)
-    return zero_f32x8()
-
-@jit
-def row_tile(kind, address, record, blocks):
-    "Eight rows of a file, one after the other from `address` on, times one activation record -> f32x8. The address may be any; no byte beyond the last row's is read"
-    return row_walk(DOT, kind, address, 0, blocks, blocks, record)
-
-@jit
-def unpack_row_blocks(kind, address, begin, end, blocks, scratch):
-    "Blocks [begin, end) of eight rows, in the form that `matmul` reads, SCRATCH_PER_BLOCK bytes a block (floats: 1024). Both are multiples of a superblock"
-    row_walk(UNPACK, kind, address, begin, end, blocks, scratch)
-
-@jit
-def unpack_rows(kind, address, blocks, scratch):
-    "All blocks of eight rows"
-    row_walk(UNPACK, kind, address, 0, blocks, blocks, scratch)
+    "Bytes of eight rows of `blocks` blocks of 32, for Python; kernels ask `linear.tile_stride`"
+    return ROW_FORMATS[kind - FIRST_ROW_KIND].nbytes * blocks
