@@ -20,6 +20,7 @@ import numpy as np
 from ..errors import UnsupportedError
 from ..formats.blocks import quant_type
 from ..jit import jit
+from .file_rows import ROW_FORMATS
 from .k_quants import (FLOATS, FORM_BYTES, HALVES, HALVES_MIN, K_FORMATS, PLAIN, WIDE, TileFormat, copy_half, either, fetch_ahead, four_rows_halves,
                                      four_rows_halves_min, gather_i32, mask, shift_left, shift_right, transpose_8x4, transpose_8x8)
 from .simd import (SIGNED, UNSIGNED, absolute, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit, fma, high_nibble, is_unsigned,
@@ -458,7 +459,7 @@ def copy_floats(weights, block_begin, block_end, num_blocks, scratch):
 
 for _f32 in (TileFormat(TILE_F32, ('F32',), 32, 1024, FLOATS, pack_f32, tile_f32, None), TileFormat(TILE_Q4, ('Q4_0', 'Q4_1'), 32, 160, WIDE, pack_q4, tile_q4, unpack_q4),
              TileFormat(TILE_Q5, ('Q5_0', 'Q5_1'), 32, 192, WIDE, pack_q5, tile_q5, unpack_q5), TileFormat(TILE_Q8, ('Q8_0',), 32, 272, PLAIN, pack_q8, tile_q8, unpack_q8),
-             *K_FORMATS): register_format(_f32)
+             *K_FORMATS, *ROW_FORMATS): register_format(_f32)
 
 def tile_kind(type_name):
     "The tile format that weights of this type are repacked into"
