@@ -63,6 +63,8 @@ SHAPES = {
     'qwen3-30b-a3b':   Shape('qwen3moe', 48, 2048, 32, 4, 128, 1e6, 151936, experts=128, experts_used=8, expert_size=768),
     'qwen3.6-35b-a3b': Shape('qwen35moe', 40, 2048, 16, 2, 256, 1e7, 248320, experts=256, experts_used=8, expert_size=512, shared_size=512, rope_dim=64, key_heads=16, value_heads=32, linear_size=128, interval=4),
     'qwen3.8-27b':     Shape('qwen35', 64, 5120, 24, 4, 256, 1e7, 248320, intermediate=17408, rope_dim=64, key_heads=16, value_heads=48, linear_size=128, interval=4),
+    'small-qwen35':    Shape('qwen35', 24, 2048, 8, 2, 256, 1e7, 32768, intermediate=6144, rope_dim=64, key_heads=16, value_heads=32, linear_size=128, interval=4),
+    'small-qwen35moe': Shape('qwen35moe', 12, 2048, 16, 2, 256, 1e7, 32768, experts=64, experts_used=8, expert_size=512, shared_size=512, rope_dim=64, key_heads=16, value_heads=32, linear_size=128, interval=4),
     'tiny-llama':      Shape('llama', theta=1e4, intermediate=512, tied=True, **TINY),
     'tiny-qwen3':      Shape('qwen3', theta=1e6, intermediate=512, tied=True, **TINY),
     'tiny-qwen3moe':   Shape('qwen3moe', theta=1e6, **TINY, **TINY_MOE),
