@@ -11,6 +11,7 @@ __all__ = ['ARCHITECTURES', 'HF_ARCHITECTURES', 'ModelConfig', 'Architecture', '
 # %% ../../nbs/models/00_config.ipynb #7f3251e8
 import math
 from dataclasses import dataclass, fields
+from fastcore.basics import patch
 import numpy as np
 from ..errors import FormatError, UnsupportedError
 
@@ -54,26 +55,24 @@ class ModelConfig:
     def __post_init__(self):
         if not self.ffn_kinds: object.__setattr__(self, 'ffn_kinds', ('dense',) * self.num_layers)
 
-    @classmethod
-    def from_gguf(cls, metadata, tensors):
-        """Read the config out of GGUF `metadata` (key → value) and `tensors` (name → object with `.shape`).
-        Raises UnsupportedError for a family or variant that we do not compute, FormatError for keys that are missing or make no sense."""
-        return read_gguf_config(metadata, tensors)
+# %% ../../nbs/models/00_config.ipynb #37e89eed
+@patch(cls_method=True)
+def from_gguf(cls: ModelConfig, metadata, tensors):
+    """Read the config out of GGUF `metadata` (key → value) and `tensors` (name → object with `.shape`).
+    Raises UnsupportedError for a family or variant that we do not compute, FormatError for keys that are missing or make no sense."""
+    return read_gguf_config(metadata, tensors)
 
-    @classmethod
-    def from_hf(cls, config, tensors=None):
-        """The same from a `config.json` (a dict) and, if at hand, the names of the folder's tensors: they decide whether there are blocks for multi-token prediction,
-        since many exports drop these and keep the key that counts them. Errors as `from_gguf`."""
-        return read_hf_config(config, tensors)
+@patch(cls_method=True)
+def from_hf(cls: ModelConfig, config, tensors=None):
+    """The same from a `config.json` (a dict) and, if at hand, the names of the folder's tensors: they decide whether there are blocks for
+    multi-token prediction, since many exports drop these and keep the key that counts them. Errors as `from_gguf`."""
+    return read_hf_config(config, tensors)
 
-    @classmethod
-    def from_checkpoint(cls, checkpoint):
-        "The config of an open GGUF file or folder"
-        if 'config' in checkpoint.metadata: return cls.from_hf(checkpoint.metadata['config'], checkpoint.tensors)
-        return cls.from_gguf(checkpoint.metadata, checkpoint.tensors)
-
-# %% ../../nbs/models/00_config.ipynb #f667bc4b
-from fastcore.basics import patch
+@patch(cls_method=True)
+def from_checkpoint(cls: ModelConfig, checkpoint):
+    "The config of an open GGUF file or folder"
+    if 'config' in checkpoint.metadata: return cls.from_hf(checkpoint.metadata['config'], checkpoint.tensors)
+    return cls.from_gguf(checkpoint.metadata, checkpoint.tensors)
 
 # %% ../../nbs/models/00_config.ipynb #6b2a30a6
 @patch(as_prop=True)
@@ -94,7 +93,8 @@ def mtp_input_size(self: ModelConfig): return 2 * self.hidden_size
 def mtp_ffn_kind(self: ModelConfig): return 'moe' if self.num_experts else 'dense'
 @patch(as_prop=True)
 def can_truncate(self: ModelConfig):
-    "Whether a sequence can go back to any earlier position. Keys and values can be forgotten one by one; a state that has taken a token in cannot give it back."
+    """Whether a sequence can go back to any earlier position. Keys and values can be forgotten one by one;
+    a state that has taken a token in cannot give it back."""
     return 'delta' not in self.layer_kinds
 
 # %% ../../nbs/models/00_config.ipynb #28d4e1f2
@@ -114,7 +114,7 @@ class Architecture:
     rope_interleaved: bool = False    # in its GGUF files
     rope_theta: float = None          # default where the base is optional; None: the key is required
     qk_norm: bool = False
-    hybrid: bool = False              # delta layers between the attention layers, which are gated and rotate a part of each head; folders store norms as w, meant as 1 + w
+    hybrid: bool = False              # delta layers between attention layers that are gated and rotate a part of each head; in folders norms lack their 1
     delta_tiled: bool = False         # in its GGUF files
     rope_sections: bool = False       # text is one of several kinds of input
     moe: bool = False
@@ -142,7 +142,8 @@ class Keys:
     def required(self, key, kind):
         "The value of `key`, checked by `kind`; FormatError naming it when it is missing"
         name = self.prefix + key
-        if not self.has(key): raise FormatError(f'{self.source} has no `{name}`, which the {self.architecture} architecture needs; it is damaged or was converted by a tool that dropped it')
+        if not self.has(key):
+            raise FormatError(f'{self.source} has no `{name}`, which the {self.architecture} architecture needs; it is damaged or was converted by a tool that dropped it')
         return kind(self.metadata[name], name)
 
     def optional(self, key, kind, default):
@@ -198,7 +199,8 @@ def refuse_variants(keys, family):
         raise UnsupportedError(f'`{keys.prefix}expert_count`: mixture-of-experts layers of the {keys.architecture} family are not computed yet')
     key_length, value_length = (keys.metadata.get(f'{keys.prefix}attention.{k}_length') for k in ('key', 'value'))
     if value_length is not None and key_length is not None and value_length != key_length:
-        raise UnsupportedError(f'`{keys.prefix}attention.value_length` is {shown(value_length)} but key_length is {shown(key_length)}; heads with two widths are not computed')
+        raise UnsupportedError(f'`{keys.prefix}attention.value_length` is {shown(value_length)} but key_length is {shown(key_length)}; '
+                               'heads with two widths are not computed')
 
 # %% ../../nbs/models/00_config.ipynb #54c529e7
 def check_config(config):
@@ -210,7 +212,8 @@ def check_config(config):
     need(c.rope_dim % 2 == 0 and 0 < c.rope_dim <= c.head_dim, f'{c.rope_dim} rotary dims in heads of {c.head_dim}')
     for kinds in (c.layer_kinds, c.ffn_kinds): need(len(kinds) == c.num_layers, f'{len(kinds)} layer kinds for {c.num_layers} layers')
     if 'delta' in c.layer_kinds:
-        need(c.delta_value_heads % c.delta_key_heads == 0, f'{c.delta_value_heads} value heads of delta layers do not divide evenly over {c.delta_key_heads} key heads')
+        need(c.delta_value_heads % c.delta_key_heads == 0,
+             f'{c.delta_value_heads} value heads of delta layers do not divide evenly over {c.delta_key_heads} key heads')
         need(c.delta_conv > 1, f'a convolution over {c.delta_conv} tokens')
     if 'moe' in c.ffn_kinds: need(c.experts_per_token <= c.num_experts, f'{c.experts_per_token} experts for each token, of {c.num_experts}')
     if 'dense' in c.ffn_kinds: need(c.intermediate_size > 0, 'dense layers without a width')
@@ -234,10 +237,12 @@ def gguf_parts(keys, family, num_layers):
     if family.hybrid:
         heads, inner = keys.required('ssm.time_step_rank', count), keys.required('ssm.inner_size', count)
         if inner % heads: raise FormatError(f'`{keys.prefix}ssm.inner_size` is {inner}, which does not divide over {heads} value heads')
-        found |= dict(layer_kinds=gguf_layer_kinds(keys, num_layers), delta_tiled=family.delta_tiled, delta_conv=keys.required('ssm.conv_kernel', count), delta_key_heads=keys.required('ssm.group_count', count),
+        found |= dict(layer_kinds=gguf_layer_kinds(keys, num_layers), delta_tiled=family.delta_tiled, delta_conv=keys.required('ssm.conv_kernel', count),
+                      delta_key_heads=keys.required('ssm.group_count', count),
                       delta_key_dim=keys.required('ssm.state_size', count), delta_value_heads=heads, delta_value_dim=inner // heads)
     if family.moe:
-        found |= dict(ffn_kinds=('moe',) * num_layers, num_experts=keys.required('expert_count', count), experts_per_token=keys.required('expert_used_count', count),
+        found |= dict(ffn_kinds=('moe',) * num_layers, num_experts=keys.required('expert_count', count),
+                      experts_per_token=keys.required('expert_used_count', count),
                       expert_size=keys.required('expert_feed_forward_length', count), norm_topk=keys.optional('expert_weights_norm', flag, True))
         if family.hybrid: found['shared_size'] = keys.required('expert_shared_feed_forward_length', count)
     return found
@@ -268,8 +273,9 @@ def read_gguf_config(metadata, tensors):
     config = ModelConfig(
         architecture=name, num_layers=num_blocks - mtp, hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, num_mtp_layers=mtp,
         num_kv_heads=keys.optional('attention.head_count_kv', count, num_heads),
-        intermediate_size=needed(not family.moe, 'feed_forward_length', whole if family.moe else count, 0), vocab_size=embed_shape[0], context_length=keys.required('context_length', count),
-        norm_eps=keys.required('attention.layer_norm_rms_epsilon', positive), rope_theta=needed(family.rope_theta is None, 'rope.freq_base', positive, family.rope_theta),
+        intermediate_size=needed(not family.moe, 'feed_forward_length', whole if family.moe else count, 0), vocab_size=embed_shape[0],
+        context_length=keys.required('context_length', count), norm_eps=keys.required('attention.layer_norm_rms_epsilon', positive),
+        rope_theta=needed(family.rope_theta is None, 'rope.freq_base', positive, family.rope_theta),
         rope_dim=needed(family.hybrid, 'rope.dimension_count', count, head_dim), rope_interleaved=family.rope_interleaved, rope_scale=rope_scale_of(keys),
         tie_embeddings='output.weight' not in tensors, **gguf_parts(keys, family, num_blocks - mtp))
     check_config(config)
@@ -279,12 +285,15 @@ def read_gguf_config(metadata, tensors):
 def hf_rope(keys, family, head_dim):
     "Rotary fields from config.json; UnsupportedError for scalings that we do not compute"
     rope = {**(keys.metadata.get('rope_scaling') or {}), **(keys.metadata.get('rope_parameters') or {})}
-    found = Keys(rope | {key: keys.metadata[key] for key in ('rope_theta', 'partial_rotary_factor', 'mrope_section') if keys.has(key)}, keys.architecture, '', keys.source)
+    outside = {key: keys.metadata[key] for key in ('rope_theta', 'partial_rotary_factor', 'mrope_section') if keys.has(key)}
+    found = Keys(rope | outside, keys.architecture, '', keys.source)
     kind = rope.get('rope_type', rope.get('type', 'default'))
-    if kind not in ('default', 'mrope', 'linear', 'llama3'): raise UnsupportedError(f'config.json: rope_type is {shown(kind)}; this engine computes plain and linear rope, and Llama 3 factors')
+    if kind not in ('default', 'mrope', 'linear', 'llama3'):
+        raise UnsupportedError(f'config.json: rope_type is {shown(kind)}; this engine computes plain and linear rope, and Llama 3 factors')
     return dict(rope_theta=found.required('rope_theta', positive) if family.rope_theta is None else found.optional('rope_theta', positive, family.rope_theta),
                 rope_dim=int(head_dim * found.optional('partial_rotary_factor', positive, .25 if family.hybrid else 1.0)), rope_interleaved=False,
-                rope_scale=found.required('factor', positive) if kind == 'linear' else 1.0, rope_sections=found.optional('mrope_section', several(whole), ()) if family.rope_sections else ())
+                rope_scale=found.required('factor', positive) if kind == 'linear' else 1.0,
+                rope_sections=found.optional('mrope_section', several(whole), ()) if family.rope_sections else ())
 
 def hf_layer_kinds(keys, family, num_layers):
     "Layer kinds from `layer_types`, else from the interval"
@@ -301,19 +310,24 @@ def hf_parts(keys, family, num_layers):
     found = dict(qk_norm=family.qk_norm, attention_gate=family.hybrid, layer_kinds=hf_layer_kinds(keys, family, num_layers))
     if family.hybrid:
         found |= {ours: keys.required(theirs, count) for ours, theirs in dict(
-            delta_conv='linear_conv_kernel_dim', delta_key_heads='linear_num_key_heads', delta_value_heads='linear_num_value_heads', delta_key_dim='linear_key_head_dim', delta_value_dim='linear_value_head_dim').items()}
+            delta_conv='linear_conv_kernel_dim', delta_key_heads='linear_num_key_heads', delta_value_heads='linear_num_value_heads',
+            delta_key_dim='linear_key_head_dim', delta_value_dim='linear_value_head_dim').items()}
     if family.moe:
         step, dense = keys.optional('decoder_sparse_step', count, 1), keys.optional('mlp_only_layers', several(whole), ())
         chosen = keys.optional('norm_topk_prob', flag, family.norm_topk) or family.rope_sections               # transformers' qwen3_5_moe always normalises
-        found |= dict(ffn_kinds=tuple('dense' if i in dense or (i + 1) % step else 'moe' for i in range(num_layers)), norm_topk=chosen, num_experts=keys.optional('num_local_experts', count, None) or keys.required('num_experts', count),
+        found |= dict(ffn_kinds=tuple('dense' if i in dense or (i + 1) % step else 'moe' for i in range(num_layers)), norm_topk=chosen,
+                      num_experts=keys.optional('num_local_experts', count, None) or keys.required('num_experts', count),
                       experts_per_token=keys.required('num_experts_per_tok', count), expert_size=keys.required('moe_intermediate_size', count))
         if family.hybrid: found['shared_size'] = keys.required('shared_expert_intermediate_size', count)
     return found
 
 def refuse_hf_variants(text):
     "UnsupportedError for keys of config.json that would change the formula"
-    for key, computed in {'hidden_act': ('silu',), 'attn_output_gate': (True,), 'output_gate_type': ('swish', 'silu'), 'use_sliding_window': (False,), 'mtp_use_dedicated_embeddings': (False,)}.items():
-        if text.get(key) is not None and text[key] not in computed: raise UnsupportedError(f'config.json: {key} is {shown(text[key])}; this engine computes {shown(computed[0])}')
+    formula = {'hidden_act': ('silu',), 'attn_output_gate': (True,), 'output_gate_type': ('swish', 'silu'), 'use_sliding_window': (False,),
+               'mtp_use_dedicated_embeddings': (False,)}
+    for key, computed in formula.items():
+        if text.get(key) is None or text[key] in computed: continue
+        raise UnsupportedError(f'config.json: {key} is {shown(text[key])}; this engine computes {shown(computed[0])}')
 
 # %% ../../nbs/models/00_config.ipynb #82727d6b
 def text_part(config):
@@ -330,7 +344,8 @@ def read_hf_config(config, tensors=None):
     family, keys = ARCHITECTURES[name], Keys(text, name, '', 'config.json')
     refuse_hf_variants(text)
     num_layers, hidden_size, num_heads = (keys.required(key, count) for key in ('num_hidden_layers', 'hidden_size', 'num_attention_heads'))
-    if tensors is not None and num_layers > len(tensors): raise FormatError(f'config.json: `num_hidden_layers` is {num_layers} but the folder has only {len(tensors)} tensors')
+    if tensors is not None and num_layers > len(tensors):
+        raise FormatError(f'config.json: `num_hidden_layers` is {num_layers} but the folder has only {len(tensors)} tensors')
     plain = name == 'llama'                                                     # whose class derives these two
     head_dim = keys.optional('head_dim', count, hidden_size // num_heads) if plain else keys.required('head_dim', count)
     parts = hf_parts(keys, family, num_layers)
@@ -339,8 +354,10 @@ def read_hf_config(config, tensors=None):
         architecture=name, num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim,
         num_kv_heads=keys.optional('num_key_value_heads', count, num_heads) if plain else keys.required('num_key_value_heads', count),
         intermediate_size=keys.required('intermediate_size', count) if dense else keys.optional('intermediate_size', whole, 0),
-        vocab_size=keys.required('vocab_size', count), context_length=keys.required('max_position_embeddings', count), norm_eps=keys.required('rms_norm_eps', positive),
-        tie_embeddings=flag(config.get('tie_word_embeddings', text.get('tie_word_embeddings', False)), 'tie_word_embeddings'), num_mtp_layers=hf_mtp_layers(keys, family, tensors),
+        vocab_size=keys.required('vocab_size', count), context_length=keys.required('max_position_embeddings', count),
+        norm_eps=keys.required('rms_norm_eps', positive),
+        tie_embeddings=flag(config.get('tie_word_embeddings', text.get('tie_word_embeddings', False)), 'tie_word_embeddings'),
+        num_mtp_layers=hf_mtp_layers(keys, family, tensors),
         **hf_rope(keys, family, head_dim), **parts)
     check_config(made)
     return made

@@ -100,7 +100,8 @@ class DeltaState:
 
     @classmethod
     def room(cls, c, num_slots, max_context, dtype):
-        return cls(np.zeros((num_slots, c.delta_conv - 1, c.delta_channels), dtype), np.zeros((num_slots, c.delta_value_heads, c.delta_key_dim, c.delta_value_dim), dtype))
+        return cls(np.zeros((num_slots, c.delta_conv - 1, c.delta_channels), dtype),
+                   np.zeros((num_slots, c.delta_value_heads, c.delta_key_dim, c.delta_value_dim), dtype))
 
 MEMORIES = {'attention': KeysValues, 'delta': DeltaState}
 
@@ -193,7 +194,8 @@ def delta_block(runner, name, w, h, batch, watch):
         y, memory.conv[slot] = causal_conv_spec(mixed[rows], w['delta.conv'], memory.conv[slot])
         q, k = (l2_norm_spec(part.reshape(len(rows), c.delta_key_heads, c.delta_key_dim)) for part in (y[:, :keys], y[:, keys:2 * keys]))
         v = y[:, 2 * keys:].reshape(len(rows), c.delta_value_heads, c.delta_value_dim)
-        out[rows], memory.state[slot] = gated_delta_spec(q * y.dtype.type(c.delta_key_dim ** -.5), k, v, g[rows], beta[rows], memory.state[slot], runner.key_heads)
+        q = q * y.dtype.type(c.delta_key_dim ** -.5)
+        out[rows], memory.state[slot] = gated_delta_spec(q, k, v, g[rows], beta[rows], memory.state[slot], runner.key_heads)
         watch(f'{name}.state.{slot}', memory.state[slot])
     return linear(gated_norm_spec(out, z, w['delta.norm'], c.norm_eps).reshape(len(h), c.delta_value_size), w['delta.out'])
 
@@ -211,12 +213,15 @@ BLOCKS = {'attention': attention_block, 'delta': delta_block, 'dense': dense_blo
 # %% ../../nbs/models/02_forward.ipynb #a593e59b
 @patch
 def mtp_step(self: SpecRunner, batch, hidden, block=0, watch=lambda name, value: None):
-    """Guess one token further. batch: each row's token is the one *after* its position (known, or a guess itself); hidden: (rows, hidden_size), `.hidden` of the step that computed these positions, or what this function returned for the position before.
-    Returns logits (outputs, vocab_size) of the token two after the row's position, and this block's own hidden (rows, hidden_size). The block's keys and values may be written again from any earlier position on."""
+    """Guess one token further. batch: each row's token is the one *after* its position (known, or a guess itself);
+    hidden: (rows, hidden_size), `.hidden` of the step that computed these positions, or what this function returned for the position before.
+    Returns logits (outputs, vocab_size) of the token two after the row's position, and this block's own hidden (rows, hidden_size).
+    The block's keys and values may be written again from any earlier position on."""
     c, w, name = self.config, self.weights, f'mtp.{block}'
     if not 0 <= block < c.num_mtp_layers: raise ValueError(f'this model has {c.num_mtp_layers} blocks for multi-token prediction, and no number {block}')
     check_batch(batch, c, self.mtp_lengths[block], self.max_context, can_truncate=True)
-    e, h = rms_norm(w['embed'][batch.tokens], w[f'{name}.norm_embedding'], c.norm_eps), rms_norm(np.asarray(hidden, self.dtype), w[f'{name}.norm_hidden'], c.norm_eps)
+    e = rms_norm(w['embed'][batch.tokens], w[f'{name}.norm_embedding'], c.norm_eps)
+    h = rms_norm(np.asarray(hidden, self.dtype), w[f'{name}.norm_hidden'], c.norm_eps)
     x = self.layer(name, ('attention', c.mtp_ffn_kind), linear(np.concatenate([e, h], axis=-1), w[f'{name}.fc']), batch, watch)
     hidden = rms_norm(x, w[f'{name}.final_norm'], c.norm_eps)
     return linear(hidden[batch.output_rows], w['head']), hidden
@@ -224,7 +229,8 @@ def mtp_step(self: SpecRunner, batch, hidden, block=0, watch=lambda name, value:
 # %% ../../nbs/models/02_forward.ipynb #81b94787
 def check_batch(batch, config, lengths, max_context, can_truncate=None):
     """ValueError for a batch that leaves a hole, repeats a position, leaves its bounds, or steps back where the memory cannot; then moves the slots' lengths.
-    lengths: int64 (num_slots,), positions of each slot that hold something; can_truncate: whether a slot may go on from an earlier position (None: as the config says)"""
+    lengths: int64 (num_slots,), positions of each slot that hold something;
+    can_truncate: whether a slot may go on from an earlier position (None: as the config says)"""
     if can_truncate is None: can_truncate = config.can_truncate
     def need(truth, message):
         if not truth: raise ValueError(message)
@@ -239,7 +245,9 @@ def check_batch(batch, config, lengths, max_context, can_truncate=None):
         positions = batch.positions[batch.slots == slot]
         need((np.diff(positions) == 1).all(), f'positions of slot {slot} must be consecutive')
         need(positions[0] <= lengths[slot], f'slot {slot} holds {lengths[slot]} positions; a row at {positions[0]} would leave a hole')
-        need(can_truncate or positions[0] in (0, lengths[slot]), f'slot {slot} holds {lengths[slot]} positions and has recurrent layers, which cannot go back to {positions[0]}: go on at {lengths[slot]}, or start again at 0')
+        need(can_truncate or positions[0] in (0, lengths[slot]),
+             f'slot {slot} holds {lengths[slot]} positions and has recurrent layers, which cannot go back to {positions[0]}: '
+             f'go on at {lengths[slot]}, or start again at 0')
         ends[slot] = positions[-1] + 1
     for slot, end in ends.items(): lengths[slot] = end
 

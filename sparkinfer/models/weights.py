@@ -9,9 +9,10 @@ __all__ = ['MODEL_TENSORS', 'LAYER_TENSORS', 'NAMES', 'GGUF', 'HUGGING_FACE', 'N
            'shape_text', 'find_weights', 'llama3_factors', 'refuse_leftovers']
 
 # %% ../../nbs/models/01_weights.ipynb #a08eac83
-from dataclasses import dataclass, replace
 import math
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from fastcore.basics import patch
 import numpy as np
 from ..errors import FormatError, UnsupportedError
 from ..formats.blocks import QUANT_TYPES
@@ -24,17 +25,23 @@ MODEL_TENSORS = {'embed': ('vocab_size', 'hidden_size'), 'final_norm': ('hidden_
 
 LAYER_TENSORS = {
     'attention': {
-        'attn_norm': ('hidden_size',), 'attn.q': ('query_rows', 'hidden_size'), 'attn.k': ('kv_size', 'hidden_size'), 'attn.v': ('kv_size', 'hidden_size'), 'attn.o': ('hidden_size', 'query_size'),
+        'attn_norm': ('hidden_size',), 'attn.q': ('query_rows', 'hidden_size'), 'attn.k': ('kv_size', 'hidden_size'), 'attn.v': ('kv_size', 'hidden_size'),
+        'attn.o': ('hidden_size', 'query_size'),
         'attn.q_norm': ('head_dim',), 'attn.k_norm': ('head_dim',)},
     'delta': {
-        'attn_norm': ('hidden_size',), 'delta.qkv': ('delta_channels', 'hidden_size'), 'delta.z': ('delta_value_size', 'hidden_size'), 'delta.a': ('delta_value_heads', 'hidden_size'), 'delta.b': ('delta_value_heads', 'hidden_size'),
-        'delta.conv': ('delta_channels', 'delta_conv'), 'delta.decay': ('delta_value_heads',), 'delta.dt': ('delta_value_heads',), 'delta.norm': ('delta_value_dim',), 'delta.out': ('hidden_size', 'delta_value_size')},
+        'attn_norm': ('hidden_size',), 'delta.qkv': ('delta_channels', 'hidden_size'), 'delta.z': ('delta_value_size', 'hidden_size'),
+        'delta.a': ('delta_value_heads', 'hidden_size'), 'delta.b': ('delta_value_heads', 'hidden_size'),
+        'delta.conv': ('delta_channels', 'delta_conv'), 'delta.decay': ('delta_value_heads',), 'delta.dt': ('delta_value_heads',),
+        'delta.norm': ('delta_value_dim',), 'delta.out': ('hidden_size', 'delta_value_size')},
     'dense': {
-        'ffn_norm': ('hidden_size',), 'ffn.gate': ('intermediate_size', 'hidden_size'), 'ffn.up': ('intermediate_size', 'hidden_size'), 'ffn.down': ('hidden_size', 'intermediate_size')},
+        'ffn_norm': ('hidden_size',), 'ffn.gate': ('intermediate_size', 'hidden_size'), 'ffn.up': ('intermediate_size', 'hidden_size'),
+        'ffn.down': ('hidden_size', 'intermediate_size')},
     'moe': {
         'ffn_norm': ('hidden_size',), 'moe.router': ('num_experts', 'hidden_size'),
-        'moe.gate': ('num_experts', 'expert_size', 'hidden_size'), 'moe.up': ('num_experts', 'expert_size', 'hidden_size'), 'moe.down': ('num_experts', 'hidden_size', 'expert_size'),
-        'shared.gate': ('shared_size', 'hidden_size'), 'shared.up': ('shared_size', 'hidden_size'), 'shared.down': ('hidden_size', 'shared_size'), 'shared.router': ('hidden_size',)},
+        'moe.gate': ('num_experts', 'expert_size', 'hidden_size'), 'moe.up': ('num_experts', 'expert_size', 'hidden_size'),
+        'moe.down': ('num_experts', 'hidden_size', 'expert_size'),
+        'shared.gate': ('shared_size', 'hidden_size'), 'shared.up': ('shared_size', 'hidden_size'), 'shared.down': ('hidden_size', 'shared_size'),
+        'shared.router': ('hidden_size',)},
     'mtp': {'norm_embedding': ('hidden_size',), 'norm_hidden': ('hidden_size',), 'fc': ('hidden_size', 'mtp_input_size'), 'final_norm': ('hidden_size',)}}
 
 # %% ../../nbs/models/01_weights.ipynb #f4e6a0c1
@@ -53,21 +60,29 @@ def tensor_shapes(config):
 
 # %% ../../nbs/models/01_weights.ipynb #11ef30ff
 NAMES = {     # canonical: (GGUF, Hugging Face)
-    'embed': ('token_embd.weight', 'embed_tokens.weight'), 'final_norm': ('output_norm.weight', 'norm.weight'), 'head': ('output.weight', 'lm_head.weight'), 'rope_factors': ('rope_freqs.weight', None),
+    'embed': ('token_embd.weight', 'embed_tokens.weight'), 'final_norm': ('output_norm.weight', 'norm.weight'), 'head': ('output.weight', 'lm_head.weight'),
+    'rope_factors': ('rope_freqs.weight', None),
     'attn_norm': ('attn_norm.weight', 'input_layernorm.weight'), 'ffn_norm': ('ffn_norm.weight', 'post_attention_layernorm.weight'),
-    'attn.q': ('attn_q.weight', 'self_attn.q_proj.weight'), 'attn.k': ('attn_k.weight', 'self_attn.k_proj.weight'), 'attn.v': ('attn_v.weight', 'self_attn.v_proj.weight'), 'attn.o': ('attn_output.weight', 'self_attn.o_proj.weight'),
+    'attn.q': ('attn_q.weight', 'self_attn.q_proj.weight'), 'attn.k': ('attn_k.weight', 'self_attn.k_proj.weight'),
+    'attn.v': ('attn_v.weight', 'self_attn.v_proj.weight'), 'attn.o': ('attn_output.weight', 'self_attn.o_proj.weight'),
     'attn.q_norm': ('attn_q_norm.weight', 'self_attn.q_norm.weight'), 'attn.k_norm': ('attn_k_norm.weight', 'self_attn.k_norm.weight'),
     'delta.qkv': ('attn_qkv.weight', 'linear_attn.in_proj_qkv.weight'), 'delta.z': ('attn_gate.weight', 'linear_attn.in_proj_z.weight'),
-    'delta.a': ('ssm_alpha.weight', 'linear_attn.in_proj_a.weight'), 'delta.b': ('ssm_beta.weight', 'linear_attn.in_proj_b.weight'), 'delta.conv': ('ssm_conv1d.weight', 'linear_attn.conv1d.weight'),
-    'delta.decay': ('ssm_a', 'linear_attn.A_log'), 'delta.dt': ('ssm_dt.bias', 'linear_attn.dt_bias'), 'delta.norm': ('ssm_norm.weight', 'linear_attn.norm.weight'), 'delta.out': ('ssm_out.weight', 'linear_attn.out_proj.weight'),
-    'ffn.gate': ('ffn_gate.weight', 'mlp.gate_proj.weight'), 'ffn.up': ('ffn_up.weight', 'mlp.up_proj.weight'), 'ffn.down': ('ffn_down.weight', 'mlp.down_proj.weight'),
-    'moe.router': ('ffn_gate_inp.weight', 'mlp.gate.weight'), 'moe.gate': ('ffn_gate_exps.weight', 'mlp.experts.gate_proj'), 'moe.up': ('ffn_up_exps.weight', 'mlp.experts.up_proj'), 'moe.down': ('ffn_down_exps.weight', 'mlp.experts.down_proj'),
+    'delta.a': ('ssm_alpha.weight', 'linear_attn.in_proj_a.weight'), 'delta.b': ('ssm_beta.weight', 'linear_attn.in_proj_b.weight'),
+    'delta.conv': ('ssm_conv1d.weight', 'linear_attn.conv1d.weight'),
+    'delta.decay': ('ssm_a', 'linear_attn.A_log'), 'delta.dt': ('ssm_dt.bias', 'linear_attn.dt_bias'),
+    'delta.norm': ('ssm_norm.weight', 'linear_attn.norm.weight'), 'delta.out': ('ssm_out.weight', 'linear_attn.out_proj.weight'),
+    'ffn.gate': ('ffn_gate.weight', 'mlp.gate_proj.weight'), 'ffn.up': ('ffn_up.weight', 'mlp.up_proj.weight'),
+    'ffn.down': ('ffn_down.weight', 'mlp.down_proj.weight'),
+    'moe.router': ('ffn_gate_inp.weight', 'mlp.gate.weight'), 'moe.gate': ('ffn_gate_exps.weight', 'mlp.experts.gate_proj'),
+    'moe.up': ('ffn_up_exps.weight', 'mlp.experts.up_proj'), 'moe.down': ('ffn_down_exps.weight', 'mlp.experts.down_proj'),
     'shared.gate': ('ffn_gate_shexp.weight', 'mlp.shared_expert.gate_proj.weight'), 'shared.up': ('ffn_up_shexp.weight', 'mlp.shared_expert.up_proj.weight'),
-    'shared.down': ('ffn_down_shexp.weight', 'mlp.shared_expert.down_proj.weight'), 'shared.router': ('ffn_gate_inp_shexp.weight', 'mlp.shared_expert_gate.weight'),
+    'shared.down': ('ffn_down_shexp.weight', 'mlp.shared_expert.down_proj.weight'),
+    'shared.router': ('ffn_gate_inp_shexp.weight', 'mlp.shared_expert_gate.weight'),
     'mtp.fc': ('nextn.eh_proj.weight', 'fc.weight'), 'mtp.norm_embedding': ('nextn.enorm.weight', 'pre_fc_norm_embedding.weight'),
     'mtp.norm_hidden': ('nextn.hnorm.weight', 'pre_fc_norm_hidden.weight'), 'mtp.final_norm': ('nextn.shared_head_norm.weight', 'norm.weight'),
     # ---- several in one
-    'delta.qkvz': ('ssm_in.weight', 'linear_attn.in_proj_qkvz.weight'), 'delta.ba': ('ssm_ba.weight', 'linear_attn.in_proj_ba.weight'), 'moe.gate_up': ('ffn_gate_up_exps.weight', 'mlp.experts.gate_up_proj')}
+    'delta.qkvz': ('ssm_in.weight', 'linear_attn.in_proj_qkvz.weight'), 'delta.ba': ('ssm_ba.weight', 'linear_attn.in_proj_ba.weight'),
+    'moe.gate_up': ('ffn_gate_up_exps.weight', 'mlp.experts.gate_up_proj')}
 GGUF, HUGGING_FACE = 0, 1
 
 # %% ../../nbs/models/01_weights.ipynb #6a2c9e55
@@ -165,7 +180,8 @@ def matrix_of(tensor, index):
     if isinstance(tensor, FolderTensor):
         def own(key, s):
             if key == 'weight' and s.ndim == 2: return s
-            return s.reshape(count, -1)[index].reshape(shape[:-1] + (-1,) if key == 'block' else s.shape[1:] or (1,)) if s.size % count == 0 and s.size > 1 else s
+            if s.size == 1 or s.size % count: return s
+            return s.reshape(count, -1)[index].reshape((*shape[:-1], -1) if key == 'block' else s.shape[1:] or (1,))
         changes['scales'] = {key: own(key, s) for key, s in tensor.scales.items()}
     return replace(tensor, **changes)
 
@@ -190,8 +206,8 @@ def change_of(canonical, config):
 
 def shaped(tensor, shape):
     "The tensor in `shape` where the two differ in axes of one only, else as it is"
-    if tensor.shape != shape and [n for n in tensor.shape if n > 1] == [n for n in shape if n > 1] and not isinstance(tensor, TensorStack): return replace(tensor, shape=shape)
-    return tensor
+    if tensor.shape == shape or isinstance(tensor, (TensorStack, RowGather)): return tensor
+    return replace(tensor, shape=shape) if [n for n in tensor.shape if n > 1] == [n for n in shape if n > 1] else tensor
 
 # %% ../../nbs/models/01_weights.ipynb #08ab47f3
 def woven_rows(config):
@@ -207,7 +223,8 @@ def woven_rows(config):
 
 # %% ../../nbs/models/01_weights.ipynb #2ac41f5a
 class Weights:
-    "The tensors of one model by canonical name. `weights['layers.0.attn.q']` is a `Tensor` or one of the classes above; `weights['head']` is the embedding when the head is tied."
+    """The tensors of one model by canonical name. `weights['layers.0.attn.q']` is a `Tensor` or one of the classes above;
+    `weights['head']` is the embedding when the head is tied."""
     def __init__(self, config, table, unused=(), checkpoint=None):
         self.config, self.table, self.unused = config, MappingProxyType(dict(table)), tuple(unused)
         self.checkpoint = checkpoint      # keeps the memory map alive, and lets a runner release pages it has repacked
@@ -265,46 +282,58 @@ class Finder:
         if factor.size not in (1, tensor.shape[0]): raise FormatError(f'{beside} has {factor.size} factors for {name} of {shape_text(tensor.shape)}')
         return ScaledTensor(tensor.name, tensor.shape, tensor.type, tensor.data, factor)
 
-    def find(self, canonical):
-        "The tensor, or None"
-        layer, inner = canonical.rpartition('.')[0].rpartition('.')[0], '.'.join(canonical.rsplit('.', 2)[-2:])
-        found = self.take(self.name(canonical))
-        if found is None and inner in self.woven: found = self.unwoven(layer, *self.woven[inner])
-        if found is None and inner.startswith('moe.'): found = self.experts(layer, inner)
-        change = change_of(canonical, self.config) if self.folder else None
-        return found if found is None or change is None else change(found)
+# %% ../../nbs/models/01_weights.ipynb #628db27c
+@patch
+def find(self: Finder, canonical):
+    "The tensor, or None"
+    layer, inner = canonical.rpartition('.')[0].rpartition('.')[0], '.'.join(canonical.rsplit('.', 2)[-2:])
+    found = self.take(self.name(canonical))
+    if found is None and inner in self.woven: found = self.unwoven(layer, *self.woven[inner])
+    if found is None and inner.startswith('moe.'): found = self.experts(layer, inner)
+    change = change_of(canonical, self.config) if self.folder else None
+    return found if found is None or change is None else change(found)
 
-    def unwoven(self, layer, name, order):
-        tensor = self.take(self.name(f'{layer}.{name}'))
-        if tensor is None: return None
-        if tensor.shape[0] <= order.max(): raise FormatError(f'{tensor.name} is {shape_text(tensor.shape)}, too small for what it should hold')
-        return RowGather(tensor, order)
+@patch
+def unwoven(self: Finder, layer, name, order):
+    "Rows `order` of the tensor that holds several, or None"
+    tensor = self.take(self.name(f'{layer}.{name}'))
+    if tensor is None: return None
+    rows = sum(len(order) for woven, order in self.woven.values() if woven == name)
+    if tensor.shape[0] != rows: raise FormatError(f'{tensor.name} is {shape_text(tensor.shape)}, and should hold {rows} rows')
+    return RowGather(tensor, order)
 
-    def experts(self, layer, inner):
-        "Gates or ups out of a tensor that holds both, or experts that lie one by one"
-        c, half = self.config, {'moe.gate': 0, 'moe.up': 1}.get(inner)
-        both = self.take(self.name(f'{layer}.moe.gate_up')) if half is not None else None
-        if both is not None:
-            if both.shape != (c.num_experts, 2 * c.expert_size, c.hidden_size): return both               # reported as misshapen
-            return TensorStack(tuple(rows_of(matrix_of(both, e), half * c.expert_size, (half + 1) * c.expert_size) for e in range(c.num_experts)))
-        if not self.folder: return None
-        members = [self.take(name) for name in self.expert_names(layer, inner)]
-        return None if None in members or len({m.shape for m in members}) > 1 else TensorStack(tuple(members))
+@patch
+def experts(self: Finder, layer, inner):
+    "Gates or ups out of a tensor that holds both, or experts that lie one by one"
+    c, half = self.config, {'moe.gate': 0, 'moe.up': 1}.get(inner)
+    both = self.take(self.name(f'{layer}.moe.gate_up')) if half is not None else None
+    if both is not None:
+        if both.shape != (c.num_experts, 2 * c.expert_size, c.hidden_size): return both               # reported as misshapen
+        return TensorStack(tuple(rows_of(matrix_of(both, e), half * c.expert_size, (half + 1) * c.expert_size) for e in range(c.num_experts)))
+    if not self.folder: return None
+    members = [self.take(name) for name in self.expert_names(layer, inner)]
+    if any(m is None for m in members): return None
+    if odd := [m.name for m in members if m.shape != members[0].shape]: raise FormatError(f'{listed(odd)} differ in shape from {members[0].name}')
+    return TensorStack(tuple(members))
 
-    def expert_names(self, layer, inner):
-        stem = self.name(f'{layer}.{inner}')
-        return [stem.replace('.experts.', f'.experts.{e}.') + '.weight' for e in range(self.config.num_experts)]
+@patch
+def expert_names(self: Finder, layer, inner):
+    "What the experts of a folder are called, one by one"
+    stem = self.name(f'{layer}.{inner}')
+    return [stem.replace('.experts.', f'.experts.{e}.') + '.weight' for e in range(self.config.num_experts)]
 
-    def missing(self, canonical):
-        "The names under which a tensor that was not found could have been"
-        name = self.name(canonical)
-        if not (self.folder and '.experts.' in name): return [name]
-        layer, inner = canonical.rpartition('.')[0].rpartition('.')[0], '.'.join(canonical.rsplit('.', 2)[-2:])
-        gone = [n for n in self.expert_names(layer, inner) if n not in self.tensors]
-        return gone if len(gone) < self.config.num_experts else [name.replace('.experts.', '.experts.*.') + '.weight']
+@patch
+def missing(self: Finder, canonical):
+    "The names under which a tensor that was not found could have been"
+    name = self.name(canonical)
+    if not (self.folder and '.experts.' in name): return [name]
+    layer, inner = canonical.rpartition('.')[0].rpartition('.')[0], '.'.join(canonical.rsplit('.', 2)[-2:])
+    gone = [n for n in self.expert_names(layer, inner) if n not in self.tensors]
+    return gone if len(gone) < self.config.num_experts else [name.replace('.experts.', '.experts.*.') + '.weight']
 
 # %% ../../nbs/models/01_weights.ipynb #ab789c9e
-NOT_WEIGHTS = ('BOOL', 'I8', 'U8', 'I16', 'U16', 'I32', 'U32', 'I64', 'U64', 'F64', 'C64', 'F4', 'F6_E2M3', 'F6_E3M2', 'F8_E8M0')     # types that files can store and no model computes with
+# types that files can store and no model computes with
+NOT_WEIGHTS = ('BOOL', 'I8', 'U8', 'I16', 'U16', 'I32', 'U32', 'I64', 'U64', 'F64', 'C64', 'F4', 'F6_E2M3', 'F6_E3M2', 'F8_E8M0')
 
 def listed(names, limit=8):
     "Names for an error message: all of them when few, else the first ones and a count"
@@ -320,7 +349,8 @@ def find_weights(checkpoint, config):
     for canonical, shape in shapes.items():
         tensor = finder.find(canonical)
         if tensor is None: missing += finder.missing(canonical)
-        elif (tensor := shaped(tensor, shape)).shape != shape: misshapen.append(f'{tensor.name} is {shape_text(tensor.shape)}, the header asks for {shape_text(shape)}')
+        elif (tensor := shaped(tensor, shape)).shape != shape:
+            misshapen.append(f'{tensor.name} is {shape_text(tensor.shape)}, the header asks for {shape_text(shape)}')
         else: table[canonical] = tensor
     if missing: raise FormatError(f'{len(missing)} tensors are missing: {listed(missing)}')
     odd = [f'{t.name} ({t.type.name})' for entry in table.values() for t in getattr(entry, 'members', (entry,)) if t.type.name in NOT_WEIGHTS]
@@ -337,7 +367,8 @@ def llama3_factors(text, config):
     rope = {**(text.get('rope_scaling') or {}), **(text.get('rope_parameters') or {})}
     if rope.get('rope_type', rope.get('type')) != 'llama3': return None
     keys = ('original_max_position_embeddings', 'low_freq_factor', 'high_freq_factor', 'factor')
-    if any(isinstance(rope.get(key), bool) or not isinstance(rope.get(key), (int, float)) or not rope[key] > 0 for key in keys): raise FormatError(f'config.json: rope_type llama3 needs positive numbers for {", ".join(keys)}')
+    def number(value): return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    if not all(number(rope.get(key)) for key in keys): raise FormatError(f'config.json: rope_type llama3 needs positive numbers for {", ".join(keys)}')
     old, low, high, factor = (rope[key] for key in keys)
     wave = 2 * np.pi * config.rope_theta ** (2 * np.arange(config.rope_dim // 2) / config.rope_dim)
     smooth = np.clip((old / wave - low) / (high - low), 0, 1)
@@ -350,6 +381,8 @@ LEFT_OUT = ('model.visual.', 'visual.', 'mtp.')
 
 def refuse_leftovers(unused, config, prefix='model.'):
     "UnsupportedError naming tensors that the file has and the forward pass would silently leave out"
-    computed = [name for name in unused if (name.startswith(('blk.', f'{prefix}layers.')) or name.endswith('.bias')) and not name.endswith(HARMLESS) and not name.startswith(LEFT_OUT)]
+    inside = ('blk.', f'{prefix}layers.')
+    suspicious = [name for name in unused if not name.endswith(HARMLESS) and not name.startswith(LEFT_OUT)]
+    computed = [name for name in suspicious if name.startswith(inside) or name.endswith('.bias')]
     if config.num_mtp_layers: computed += [name for name in unused if name.startswith('mtp.') and not name.endswith(HARMLESS)]
     if computed: raise UnsupportedError(f'the file has tensors that the {config.architecture} forward pass here does not use: {listed(computed)}')
