@@ -1,5 +1,5 @@
 "Every notebook is a test: each runs as `nbdev-test` would run it (same flags), in a process of its own"
-import subprocess, sys
+import importlib.util, subprocess, sys
 from pathlib import Path
 import pytest
 
@@ -11,5 +11,6 @@ RUN = "import sys; from nbdev.test import nbdev_test as t; t.__wrapped__(path=sy
 # A process each: one notebook must not see what another imported, and a fork after threads have started is a trap.
 @pytest.mark.parametrize('notebook', NOTEBOOKS, ids=[p.relative_to(ROOT/'nbs').as_posix() for p in NOTEBOOKS])
 def test_notebook(notebook):
+    if notebook.parent.name == 'cuda' and importlib.util.find_spec('numba_cuda') is None: pytest.skip('numba-cuda comes with the cuda and dev extras')
     done = subprocess.run([sys.executable, '-c', RUN, str(notebook)], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

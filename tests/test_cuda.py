@@ -1,0 +1,64 @@
+"The GPU wing where there is no GPU: nothing else imports it, its kernels step through Numba's simulator, and both targets take them"
+import importlib.util, os, subprocess, sys
+from pathlib import Path
+import pytest
+import sparkinfer
+
+needs_numba_cuda = pytest.mark.skipif(importlib.util.find_spec('numba_cuda') is None, reason='numba-cuda comes with the cuda and dev extras')
+
+def python(code: str, **env) -> str:
+    done = subprocess.run([sys.executable, '-c', code], env=dict(os.environ, **env), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+# A machine without the extra: `numba.cuda` must not be touched by anything outside of the wing, not even by way of a helper.
+WITHOUT = '''
+import importlib, pkgutil, sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("numba_cuda", "cuda") or name.startswith(("numba_cuda.", "cuda.")): raise ModuleNotFoundError(f"no {name} here", name=name)
+sys.meta_path.insert(0, Absent())
+import sparkinfer
+names = [m.name for m in pkgutil.walk_packages(sparkinfer.__path__, "sparkinfer.") if not m.name.startswith("sparkinfer.cuda") and not m.name.endswith("__main__")]
+for name in names: importlib.import_module(name)
+wing = sorted(m for m in sys.modules if m.startswith(("sparkinfer.cuda.", "numba_cuda")))
+print(len(names), wing)
+assert not wing, wing
+'''
+
+def test_nothing_else_imports_the_wing():
+    assert int(python(WITHOUT).split()[0]) > 25
+
+@needs_numba_cuda
+def test_the_test_above_can_fail():
+    with pytest.raises(AssertionError, match='no numba_cuda here'): python(WITHOUT.replace('print(len', 'import sparkinfer.cuda.graphs\nprint(len'))
+
+@needs_numba_cuda
+def test_kernels_in_the_simulator():
+    "Tiny sizes, every type, wrong indices and all; takes no GPU and no compiler"
+    out = subprocess.run([sys.executable, '-m', 'sparkinfer.cuda.check', '--seed', '7'], env=dict(os.environ, NUMBA_ENABLE_CUDASIM='1'), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
+    assert out.returncode == 0 and 'FAILED' not in out.stdout and 'check_linear' in out.stdout, out.stdout + out.stderr
+
+@needs_numba_cuda
+@pytest.mark.parametrize('capability', [(9, 0), (12, 0)], ids=lambda c: f'sm_{c[0]}{c[1]}')
+@pytest.mark.parametrize('kind', ['Q8_0', 'Q4_K', 'Q5_K', 'Q6_K', 'Q4_1', 'NVFP4', 'FP8', 'BF16', 'F16', 'F32'])
+def test_both_targets_take_every_type_without_spills(kind, capability):
+    from sparkinfer.cuda.linear import KINDS, gemv_arguments, gemv_kernel
+    for columns, tokens in ((2048, 1), (1280, 4)):
+        used = gemv_kernel(*gemv_arguments(KINDS[kind], 16384, columns, tokens)[0]).resources(capability)
+        assert (used.stack, used.spills) == (0, 0) and used.registers <= 128, used
+
+@needs_numba_cuda
+def test_weights_are_requested_before_the_wait():
+    "What dependent launch is for. `ptxas` once moved read-only loads behind the wait; in the PTX at least, and with loads that may not move, they stand before it"
+    from sparkinfer.cuda.linear import gemv_kernel
+    code = gemv_kernel('Q4_K', 2048, 1).ptx()
+    before, after = code.split('griddepcontrol.wait')
+    assert before.count('ld.global.L1::no_allocate.v4') == 2 and 'no_allocate' not in after and 'ld.global.nc' not in code
+
+@needs_numba_cuda
+def test_a_machine_without_a_driver_is_told_so():
+    from sparkinfer.cuda.ptx import ptxas_path
+    if Path('/dev/nvidia0').exists(): pytest.skip('there is a GPU here')
+    out = subprocess.run([sys.executable, '-m', 'sparkinfer.cuda.check'], env={k: v for k, v in os.environ.items() if k != 'NUMBA_ENABLE_CUDASIM'}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
+    assert out.returncode == 2 and 'no CUDA driver' in out.stderr and 'Traceback' not in out.stderr, out.stdout + out.stderr
