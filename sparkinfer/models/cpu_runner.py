@@ -5,9 +5,11 @@
 # %% auto #0
 __all__ = ['MATRICES', 'VECTORS', 'ROOM', 'ONE_SPAN', 'decode_step', 'decode_step_hybrid', 'batch_step', 'batch_step_hybrid',
            'head_step', 'aligned_zeros', 'lazy_zeros', 'widths', 'buffer_sizes', 'check_shape', 'default_threads',
-           'CpuRunner', 'available_memory', 'runs_of']
+           'CpuRunner', 'common_kind', 'is_plain', 'kind_bytes', 'pack_tensor', 'values_of', 'available_memory',
+           'packed_size', 'usable_in_file', 'stays_in_file', 'resident_bytes', 'runs_of']
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #f1386280
+import math
 import mmap
 import os
 import time
@@ -16,11 +18,13 @@ from ..errors import SparkinferError, UnsupportedError
 from ..jit import jit
 from .cpu_layers import *
 from .cpu_layers import _normed
+from ..formats.blocks import QUANT_TYPES
 from .forward import StepResult, check_batch, model_frequencies
+from .weights import RowGather, ScaledTensor, TensorStack
 from ..ops.attention import CHUNK, KV_F16, KV_F32, PARTIAL_HEADER
 from ..ops.gated_deltanet import delta_scratch_bytes
 from ..ops.file_rows import row_kind
-from ..ops.linear import SCRATCH_PER_BLOCK, activation_bytes, matmul, matvec, open_door, pack, packed_bytes, read_row, tile_kind, tile_rows
+from ..ops.linear import SCRATCH_PER_BLOCK, TILE_F32, activation_bytes, matmul, matvec, open_door, pack, read_row, tile_kind, tile_rows, tile_stride
 from ..ops.moe_routing import route_scratch_bytes
 from ..ops.norm_rope import half_split_order, rope_table
 from ..ops.sampling import sample
@@ -282,7 +286,7 @@ VECTORS = {'attention': {'attn_norm': 'attn_norm', 'ffn_norm': 'ffn_norm', 'attn
 @patch
 def _place_weights(self: CpuRunner, weights, progress):
     c, plan, layers = self.config, self.plan, self.layers
-    self.keep = self._stays_in_file(weights)
+    self.keep = stays_in_file(weights, self.placement, available_memory())
     self.done, self.progress, self.weights = 0, progress, weights
     factors = weights['rope_factors'].dequantize().reshape(-1) if 'rope_factors' in weights else None
     self.rope_memory[:] = rope_table(self.rope_memory.size // c.rope_dim, model_frequencies(c, factors)).reshape(-1)
@@ -336,16 +340,51 @@ def _matrix(self: CpuRunner, name):
 
 @patch
 def _pack(self: CpuRunner, tensor, order=None):
-    "-> (address, tile kind) of a repacked matrix"
-    rows, columns = int(np.prod(tensor.shape[:-1])), tensor.shape[-1]
-    data = tensor.data
-    if order is not None: data = np.ascontiguousarray(data.reshape(rows, -1)[order]).reshape(-1)
-    target = aligned_zeros(packed_bytes(tensor.type.name, rows, columns))
-    def work(thread, n, gate): pack(tensor.type.name, data, rows, columns, target, *share.py_func(tile_rows(rows), thread, n))
+    "-> (address, tile kind) of a repacked matrix, or of a stack of them, one behind the other"
+    members = tensor.members if isinstance(tensor, TensorStack) else (tensor,)
+    kind = common_kind(members)
+    rows, columns = math.prod(members[0].shape[:-1]), tensor.shape[-1]
+    if len(members) > 1 and rows % 8: raise UnsupportedError(f'{tensor.name}: experts of {rows} rows; the CPU kernels need a multiple of 8 (the NumPy runner, --runner spec, takes any)')
+    size = kind_bytes(kind, rows, columns)
+    target = aligned_zeros(size * len(members))
+    def work(thread, n, gate):
+        for m, member in enumerate(members):
+            pack_tensor(member, kind, order, target[m * size:(m + 1) * size], *share.py_func(tile_rows(rows), thread, n))
     self.team.run(work)
     self.memory.append(target)
     self.packed_nbytes += target.nbytes
-    return target.ctypes.data, tile_kind(tensor.type.name)
+    return target.ctypes.data, kind
+
+# %% ../../nbs/models/04_cpu_runner.ipynb #b182d144
+def common_kind(members):
+    "The kind of tile that holds all these tensors"
+    kinds = {tile_kind(t.type.name) if is_plain(t) else TILE_F32 for t in members}
+    return kinds.pop() if len(kinds) == 1 else TILE_F32
+
+def is_plain(tensor):
+    "Whether the blocks say everything: no factor, no scales of their own"
+    inner = tensor.tensor if isinstance(tensor, RowGather) else tensor
+    return not isinstance(inner, ScaledTensor) and inner.type.name in QUANT_TYPES and not getattr(inner, 'scales', None)
+
+def kind_bytes(kind, rows, columns): return tile_rows(rows) * int(tile_stride(kind, columns // 32))
+
+def pack_tensor(tensor, kind, order, target, begin, end):
+    "Tiles [begin, end) of one tensor"
+    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+    if is_plain(tensor) and kind == tile_kind(tensor.type.name):
+        data = tensor.data if order is None else np.ascontiguousarray(tensor.data.reshape(rows, -1)[order]).reshape(-1)
+        return pack(tensor.type.name, data, rows, columns, target, begin, end)
+    step = max(1, (1 << 19) // columns)
+    for tile in range(begin, end, step):
+        stop = min(8 * min(tile + step, end), rows)
+        wanted = np.arange(8 * tile, stop) if order is None else order[8 * tile:stop]
+        pack('F32', np.ascontiguousarray(values_of(tensor, wanted), np.float32).reshape(-1).view(np.uint8), len(wanted), columns, target[kind_bytes(TILE_F32, 8 * tile, columns):])
+
+def values_of(tensor, rows):
+    "Rows of a matrix or of a stack of matrices, as float32"
+    if len(tensor.shape) == 2: return tensor.dequantize(rows)
+    height = tensor.shape[-2]
+    return np.concatenate([tensor.dequantize(int(m)).reshape(height, -1)[rows[rows // height == m] % height] for m in np.unique(rows // height)])
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #ac61bfba
 ROOM = 2_000_000_000        # bytes left for everybody else
@@ -356,21 +395,32 @@ def available_memory():
         with open('/proc/meminfo') as file: return next(1024 * int(line.split()[1]) for line in file if line.startswith('MemAvailable'))
     except (OSError, StopIteration): return None
 
-@patch
-def _stays_in_file(self: CpuRunner, weights):
-    "The names of the matrices that are used where they lie"
-    if self.placement == 'repack': return set()
-    def usable(name):
-        t = weights[name]
-        turned = self.config.rope_interleaved and name.endswith(('attn.q', 'attn.k'))
-        return len(t.shape) > 1 and not turned and row_kind(t.type.name, t.shape[-2], t.shape[-1]) is not None and getattr(t, 'factor', None) is None
-    def bytes_packed(names): return sum(packed_bytes(weights[n].type.name, int(np.prod(weights[n].shape[:-1])), weights[n].shape[-1]) for n in names if len(weights[n].shape) > 1)
-    names, room = set(weights), available_memory()
-    usable_names = {name for name in names if name.startswith('layers.') and usable(name)} | {name for name in ('head',) if name in names and usable(name)}
-    experts = {name for name in usable_names if '.moe.' in name and not name.endswith('router')}
-    if self.placement == 'file': return usable_names
-    if room is None or bytes_packed(names) + ROOM < room: return set()
-    return experts if bytes_packed(names - experts) + ROOM < room / 4 else usable_names
+def packed_size(tensor):
+    "Bytes of a tensor once it is repacked"
+    if len(tensor.shape) == 1: return 4 * tensor.size
+    members = tensor.members if isinstance(tensor, TensorStack) else (tensor,)
+    return len(members) * kind_bytes(common_kind(members), math.prod(members[0].shape[:-1]), tensor.shape[-1])
+
+def usable_in_file(config, name, tensor):
+    "Whether a kernel works on the tensor where it lies"
+    turned = config.rope_interleaved and name.endswith(('attn.q', 'attn.k'))
+    plain = not isinstance(tensor, (TensorStack, RowGather)) and is_plain(tensor)
+    return name.startswith(('layers.', 'head')) and len(tensor.shape) > 1 and plain and not turned and row_kind(tensor.type.name, *tensor.shape[-2:]) is not None
+
+def stays_in_file(weights, placement='auto', room=None):
+    "The names of the matrices that are used where they lie; `room`: bytes of memory that may be taken"
+    if placement == 'repack': return set()
+    usable = {name for name in weights if usable_in_file(weights.config, name, weights[name])}
+    experts = {name for name in usable if name.endswith(('moe.gate', 'moe.up', 'moe.down'))}
+    if placement == 'file': return usable
+    def needs(kept): return sum(packed_size(weights[name]) for name in weights if name not in kept and not name.startswith('mtp.')) + ROOM
+    if room is None or needs(set()) < room: return set()
+    return experts if needs(experts) < room / 4 else usable
+
+def resident_bytes(weights, room=None):
+    "Bytes of memory that the weights will take, beside the file's own pages, which the system may drop at any time"
+    kept = stays_in_file(weights, 'auto', room)
+    return sum(packed_size(weights[name]) for name in weights if name not in kept and name != 'embed' and not name.startswith('mtp.'))
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #0b1af705
 @patch
