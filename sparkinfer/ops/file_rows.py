@@ -8,8 +8,8 @@ __all__ = ['i8x64', 'i16x32', 'i32x16', 'rows8', 'half_of_rows', 'byte_of_rows',
            'FIRST_ROW_KIND', 'ROW_FORMATS', 'ROW_KINDS', 'rows16', 'rows32', 'words16', 'two_halves', 'float_bits',
            'where_equal', 'broadcast_i8x8', 'rows_dot_start', 'rows_dot', 'rows_total', 'rows_totals', 'rows_q8_0',
            'rows_q4_k', 'rows_q5_k', 'rows_q6_k', 'rows_q4_0', 'rows_q4_1', 'rows_q5_0', 'rows_q5_1', 'rows_iq4_nl',
-           'rows_iq4_xs', 'rows_mxfp4', 'rows_nvfp4', 'rows_q3_k', 'rows_q2_k', 'rows_f32', 'rows_bf16', 'rows_f16',
-           'row_kind', 'row_stride']
+           'rows_iq4_xs', 'rows_mxfp4', 'half_small_floats', 'rows_nvfp4', 'rows_q3_k', 'rows_q2_k', 'rows_f32',
+           'rows_bf16', 'rows_f16', 'row_kind', 'row_stride']
 
 # %% ../../nbs/ops/09_file_rows.ipynb #e0516d52
 from llvmlite import ir
@@ -51,7 +51,7 @@ def rows32(base, stride):
     c, d = rows16(base + 16, stride)
     return a, b, c, d
 
-# %% ../../nbs/ops/09_file_rows.ipynb #77bec804
+# %% ../../nbs/ops/09_file_rows.ipynb #132e7408
 @intrinsic
 def words16(typingctx, base, stride):
     "16 bytes of eight rows -> four i32x8, a word of each row"
@@ -74,12 +74,16 @@ rows8 = _pick(64, i8x64, lambda b, x: b.bitcast(x, i8x64.llvm))                 
 half_of_rows = _pick(16, f32x8, lambda b, x: _f16_to_f32(b, b.bitcast(x, _F16x8)))  # a half of eight rows, as float32
 byte_of_rows = _pick(8, i32x8, lambda b, x: b.zext(x, i32x8.llvm))                 # a byte of eight rows
 
+def _each_half(b, x):
+    "<16 x i16> as halves -> two f32x8: even places, odd places"
+    low, high = (_f16_to_f32(b, b.bitcast(part, _F16x8)) for part in _parts(b, x))
+    return [_shuffle(b, low, high, range(k, 16, 2)) for k in (0, 1)]
+
 @intrinsic
 def two_halves(typingctx, words):
     "Both halves of each word -> two f32x8, low and high"
     def codegen(context, b, signature, args):
-        x, y = (_f16_to_f32(b, b.bitcast(part, _F16x8)) for part in _parts(b, b.bitcast(args[0], i16x16.llvm)))
-        return context.make_tuple(b, signature.return_type, [_shuffle(b, x, y, range(k, 16, 2)) for k in (0, 1)])
+        return context.make_tuple(b, signature.return_type, _each_half(b, b.bitcast(args[0], i16x16.llvm)))
     return types.UniTuple(f32x8, 2)(i32x8), codegen
 
 def _every_second_word(k, vector):
@@ -523,21 +527,27 @@ def rows_mxfp4(action, base, begin, end, blocks, target):
         p += 17
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #f807497f
-@jit(forceinline=True)
-def _half_small_float(words, k):
-    "Half of the UE4M3 number in byte k of each word; 0x7f counts as 0"
-    code = mask(shift_right(words, 8 * k), 255)
-    return mul(float_bits(where_equal(code, 127, mask(code, 0), shift_left(mask(code, 127), 20))), splat(_f(2.**119)))
+# %% ../../nbs/ops/09_file_rows.ipynb #07bc3315
+@intrinsic
+def half_small_floats(typingctx, words):
+    "Half of the UE4M3 number in each byte of each word -> f32x8 of bytes 0, 1, 2 and 3. Moved up, its bits are a half with another bias, subnormal or not; 0x7f counts as 0"
+    def codegen(context, b, signature, args):
+        x, found = b.bitcast(args[0], i16x16.llvm), []
+        for place in (0, 8):
+            code = b.and_(b.lshr(x, _constant(i16x16, place)), _constant(i16x16, 255))
+            size = b.select(b.icmp_signed('==', code, _constant(i16x16, 127)), _constant(i16x16, 0), b.and_(code, _constant(i16x16, 127)))
+            found.append([b.fmul(y, _constant(f32x8, 128.)) for y in _each_half(b, b.shl(size, _constant(i16x16, 7)))])
+        return context.make_tuple(b, signature.return_type, [found[0][0], found[1][0], found[0][1], found[1][1]])
+    return types.UniTuple(f32x8, 4)(i32x8), codegen
 
 @jit(forceinline=True)
-def _nvfp4_block(action, total, a, b, scales, k, target, block, begin, blocks):
+def _nvfp4_block(action, total, a, b, scale, more_scale, target, block, begin, blocks):
     "8 bytes a row hold 16 weights"
     at, i, j = _place(action, target, block, begin, blocks), rows_dot_start(UNSIGNED), rows_dot_start(UNSIGNED)
     i = _feed_plain(action, UNSIGNED, _feed_plain(action, UNSIGNED, i, twelve_more(mask(a, 15)), 12, 0, at), twelve_more(shift_right(a, 4)), 12, 1, at)
     j = _feed_plain(action, UNSIGNED, _feed_plain(action, UNSIGNED, j, twelve_more(mask(b, 15)), 12, 2, at), twelve_more(shift_right(b, 4)), 12, 3, at)
     i, j = rows_totals(i, j)
-    return _end_halves(action, total, i, j, 12, _half_small_float(scales, k), _half_small_float(scales, k + 1), target, block, begin, blocks)
+    return _end_halves(action, total, i, j, 12, scale, more_scale, target, block, begin, blocks)
 
 @jit
 def rows_nvfp4(action, base, begin, end, blocks, target):
@@ -545,10 +555,11 @@ def rows_nvfp4(action, base, begin, end, blocks, target):
     stride, p, total = 36 * (blocks // 2), base + 36 * (begin // 2), zero_f32x8()
     for block in range(begin, end, 2):
         _fetch_ahead(base, stride, 144 * block, 5)
-        scales = first_word(rows8(p, stride))
-        a, b, c, d = rows32(p + 4, stride)
-        total = _nvfp4_block(action, total, a, b, scales, 0, target, block, begin, blocks)
-        total = _nvfp4_block(action, total, c, d, scales, 2, target, block + 1, begin, blocks)
+        s0, s1, s2, s3 = half_small_floats(first_word(rows8(p, stride)))
+        a, b = rows16(p + 4, stride)
+        total = _nvfp4_block(action, total, a, b, s0, s1, target, block, begin, blocks)
+        a, b = rows16(p + 20, stride)
+        total = _nvfp4_block(action, total, a, b, s2, s3, target, block + 1, begin, blocks)
         p += 36
     return total
 
