@@ -74,11 +74,21 @@ def _cpu_runner(num_threads):
     from sparkinfer.models.cpu_runner import CpuRunner
     return CpuRunner(num_threads=num_threads)
 
+def _file_runner(num_threads):
+    from sparkinfer.models.cpu_runner import CpuRunner
+    return CpuRunner(num_threads=num_threads, weights='file')
+
+def _cpu_bytes(weights):
+    "Repacked weights; of a model that is larger than memory, only what does not stay in the file"
+    from sparkinfer.models.cpu_runner import available_memory, resident_bytes
+    return resident_bytes(weights, available_memory())
+
 def _spec_runner(num_threads):
     from sparkinfer.models.forward import SpecRunner
     return SpecRunner()
 
-RUNNERS = {'cpu': RunnerKind(_cpu_runner, 2, lambda w: w.nbytes, 'Numba kernels on the quantised blocks'),
+RUNNERS = {'cpu': RunnerKind(_cpu_runner, 2, _cpu_bytes, 'Numba kernels on the quantised blocks'),
+           'cpu-file': RunnerKind(_file_runner, 2, lambda w: 0, 'the same on the blocks of the mapped file, where they lie'),
            'spec': RunnerKind(_spec_runner, 4, lambda w: 4 * sum(t.size for t in w.table.values()), 'NumPy in float32, slow and plain')}
 
 # %% ../nbs/10_llm.ipynb #b45bb7f9
