@@ -4,10 +4,20 @@
 
 # %% auto #0
 __all__ = ['load_u8x8', 'load_i8x8', 'shift_left', 'shift_right', 'shift_signed', 'mask', 'plus', 'flip', 'load_i16', 'WIDE',
-           'PLAIN', 'HALVES', 'HALVES_MIN', 'FLOATS', 'FORM_BYTES', 'AHEAD', 'K_FORMATS', 'either', 'store_i16x8',
-           'splat_i32', 'gather_i32', 'transpose_8x8', 'transpose_8x4', 'TileFormat', 'fetch_ahead', 'start_flipped',
+           'PLAIN', 'HALVES', 'HALVES_MIN', 'FLOATS', 'FORM_BYTES', 'FLIPPED', 'FLIP', 'HEAD', 'tile_levels_32',
+           'unpack_levels_32', 'tile_levels_256', 'unpack_levels_256', 'tile_mxfp4', 'unpack_mxfp4', 'RUN_SCALES',
+           'LEVELS', 'load_i16x16', 'tile_f32', 'four_tiles_f32', 'copy_floats', 'tile_f16', 'four_tiles_f16',
+           'unpack_f16', 'tile_bf16', 'four_tiles_bf16', 'unpack_bf16', 'tile_fp8', 'four_tiles_fp8', 'unpack_fp8',
+           'tile_fp8_32', 'four_tiles_fp8_32', 'unpack_fp8_32', 'tile_e5m2', 'four_tiles_e5m2', 'unpack_e5m2',
+           'tile_e5m2_32', 'four_tiles_e5m2_32', 'unpack_e5m2_32', 'K_FORMATS', 'either', 'store_i16x8', 'splat_i32',
+           'gather_i32', 'transpose_8x8', 'transpose_8x4', 'TileFormat', 'fetch_ahead', 'start_flipped',
            'four_rows_halves', 'four_rows_halves_min', 'unpack_k_scales', 'pack_q4_k', 'tile_q4_k', 'unpack_q4_k',
-           'pack_q5_k', 'tile_q5_k', 'unpack_q5_k', 'store_bytes', 'copy_half', 'pack_q6_k', 'tile_q6_k', 'unpack_q6_k']
+           'pack_q5_k', 'tile_q5_k', 'unpack_q5_k', 'store_bytes', 'copy_half', 'pack_q6_k', 'tile_q6_k', 'unpack_q6_k',
+           'pack_q3_k', 'tile_q3_k', 'unpack_q3_k', 'pack_q2_k', 'tile_q2_k', 'unpack_q2_k', 'lookup', 'shift_bits',
+           'as_floats', 'plain_levels', 'tile_nvfp4', 'unpack_nvfp4', 'tile_levels_256_16', 'unpack_levels_256_16',
+           'pack_iq4_nl', 'pack_iq4_xs', 'pack_mxfp4', 'pack_nvfp4', 'pack_nvfp4_rows', 'pack_mxfp4_rows',
+           'write_heads', 'pack_lattice', 'pack_decoded_levels', 'float_tiles', 'pack_f32', 'pack_bf16', 'pack_f16',
+           'pack_fp8']
 
 # %% ../../nbs/ops/08_k_quants.ipynb #k8imp0000
 from dataclasses import dataclass
@@ -17,9 +27,11 @@ from numba import types
 from numba.extending import intrinsic
 import numpy as np
 from ..jit import jit
-from .simd import (HAS_VNNI, SIGNED, UNSIGNED, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit, fma, high_nibble, i8x32, i32x8,
-                                 load_f16x8, load_f32, load_f32x8, load_i8x32, load_i32x8, low_nibble, mul, prefetch, splat, store, store_i8x8, sub, to_f32x8,
-                                 zero_f32x8, _constant, _indices, _load, _make_load, _splat, _store)
+from .simd import (HAS_AVX2, HAS_VNNI, SIGNED, UNSIGNED, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit, fma, high_nibble,
+                                 i8x32, i16x16, i32x8, load_f16, load_f16x8, load_f32, load_f32x8, load_i64, load_i8x32, load_i32x8, load_u8, low_nibble, mul, prefetch,
+                                 splat, store, store_i8x8, to_f32x8, zero_f32x8, _call, _f16_to_f32, _indices, _load, _make_load, _splat, _store)
+
+_f = np.float32
 
 # %% ../../nbs/ops/08_k_quants.ipynb #k8wordsc0
 _BYTES8, _SHORTS8, _I64 = ir.VectorType(ir.IntType(8), 8), ir.VectorType(ir.IntType(16), 8), ir.IntType(64)
@@ -115,7 +127,7 @@ FORM_BYTES = {WIDE: 320, PLAIN: 320, HALVES: 320, HALVES_MIN: 384, FLOATS: 1024}
 class TileFormat:
     """How weights of some types lie in memory. kind: its number; types: names; columns: what a row must be a multiple of; nbytes: of 8 rows × 32 columns; form: what it unpacks to.
     pack(source, target, num_blocks, tile_begin, tile_end, extra): rows at `source`, from row 8 · tile_begin on, to the tiles at `target` (the first tile of the matrix);
-    tile(weights, record, num_blocks) -> f32x8; unpack(weights, block_begin, block_end, num_blocks, scratch). A block is 32 columns"""
+    tile(weights, record, num_blocks) -> f32x8; unpack(weights, block_begin, block_end, num_blocks, scratch), or None for tiles that lie there in their form. A block is 32 columns"""
     kind: int
     types: tuple
     columns: int
@@ -124,14 +136,16 @@ class TileFormat:
     pack: Callable
     tile: Callable
     unpack: Callable
-
-# Where to ask for weights ahead of time. AVX-512 cores fetch ahead well by themselves; what helps them is to have crossed the page border early
-AHEAD = 1024 if HAS_VNNI else 4096
+    head: int = 0                    # bytes of a tile before its blocks
+    per_four: int = 0                # bytes of a tile for each four blocks begun
+    four_tiles: Callable = None      # of float weights: four tiles at once, see `float_tiles`
+    lattice: tuple = None            # where decoded levels go, see `pack_lattice`
 
 @jit(forceinline=True)
 def fetch_ahead(address, lines):
-    "Ask for `lines` cache lines, AHEAD bytes on"
-    for line in range(lines): prefetch(address + AHEAD + 64 * line)
+    "Ask for `lines` cache lines 4 KiB on, where the processor would not do it by itself"
+    if not HAS_VNNI:
+        for line in range(lines): prefetch(address + 4096 + 64 * line)
 
 # %% ../../nbs/ops/08_k_quants.ipynb #k8sgnc000
 @intrinsic
@@ -444,7 +458,664 @@ def unpack_q6_k(weights, block_begin, block_end, num_blocks, scratch):
                 store(scratch + 1024 + 32 * c, plus(codes[3], -32))
             scratch += 1280
 
+# %% ../../nbs/ops/08_k_quants.ipynb #k8q3kp000
+@jit
+def pack_q3_k(source, target, num_blocks, tile_begin, tile_end, extra):
+    "Q3_K rows (110 bytes per 256 weights) to tiles of 912 bytes"
+    row = num_blocks // 8 * 110
+    for t in range(tile_begin, tile_end):
+        s, w = source + (t - tile_begin) * 8 * row, target + t * num_blocks * 114
+        for _ in range(num_blocks // 8):
+            copy_half(s + 108, row, w)
+            first, second, top = gather_i32(s + 96, row), gather_i32(s + 100, row), gather_i32(s + 104, row)
+            for k in range(4):                                                 # scales k, 4 + k, 8 + k, 12 + k
+                high = shift_right(top, 8 * k)
+                store_i8x8(w + 16 + 8 * k, _six_bit_scale(shift_right(first, 8 * k), high))
+                store_i8x8(w + 48 + 8 * k, _six_bit_scale(shift_right(second, 8 * k), shift_right(high, 2)))
+                store_i8x8(w + 80 + 8 * k, _six_bit_scale(shift_right(first, 8 * k + 4), shift_right(high, 4)))
+                store_i8x8(w + 112 + 8 * k, _six_bit_scale(shift_right(second, 8 * k + 4), shift_right(high, 6)))
+            for c in range(3): transpose_8x8(s + 32 * c, row, w + 144 + 256 * c, 32)
+            s += 110; w += 912
+
+@jit(forceinline=True)
+def _six_bit_scale(low, high): return plus(either(mask(low, 15), shift_left(mask(high, 3), 4)), -32)
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8q3kt000
+@jit(forceinline=True)
+def _three_bits(pairs, thirds, pair, third):
+    "Codes 0 … 7: bits `pair` and `pair` + 1 of one register, bit `third` of another. Both are constants"
+    return bits_or(mask(shift_right(load_i8x32(pairs), pair), 3), shift_left(mask(shift_right(load_i8x32(thirds), third), 1), 2))
+
+@jit(forceinline=True)
+def _three_bit_run(total, tile, body, run, q, d, starts):
+    a, b = dot_start(UNSIGNED, np.int32(0)), dot_start(UNSIGNED, np.int32(0))
+    for c in range(4):
+        a = dot_add(UNSIGNED, a, _three_bits(body + 32 * c, tile + 144 + 32 * c, run % 4 * 2, run), broadcast_i8x4(q + 32 * run + 4 * c))
+        b = dot_add(UNSIGNED, b, _three_bits(body + 128 + 32 * c, tile + 272 + 32 * c, run % 4 * 2, run), broadcast_i8x4(q + 32 * run + 16 + 4 * c))
+    return _add_halves(total, tile, run, dot_total(UNSIGNED, a), dot_total(UNSIGNED, b), starts, 5, d)
+
+@jit
+def tile_q3_k(weights, record, num_blocks):
+    "Eight rows of Q3_K -> f32x8"
+    q = record + 128 * num_blocks
+    d = q + 32 * num_blocks
+    starts = d + 12 * num_blocks
+    total = zero_f32x8()
+    for _ in range(num_blocks // 8):
+        fetch_ahead(weights, 15)
+        low, high = weights + 400, weights + 656
+        total = _three_bit_run(total, weights, low, 0, q, d, starts)
+        total = _three_bit_run(total, weights, low, 1, q, d, starts)
+        total = _three_bit_run(total, weights, low, 2, q, d, starts)
+        total = _three_bit_run(total, weights, low, 3, q, d, starts)
+        total = _three_bit_run(total, weights, high, 4, q, d, starts)
+        total = _three_bit_run(total, weights, high, 5, q, d, starts)
+        total = _three_bit_run(total, weights, high, 6, q, d, starts)
+        total = _three_bit_run(total, weights, high, 7, q, d, starts)
+        weights += 912; q += 256; d += 32; starts += 64
+    return total
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8q3ku000
+@jit(forceinline=True)
+def _unpack_three_bit_run(w, body, run, scratch):
+    store(scratch + 320 * run, _signed_scale(w, 2 * run))
+    store(scratch + 320 * run + 32, _signed_scale(w, 2 * run + 1))
+    for c in range(8): store(scratch + 320 * run + 64 + 32 * c, plus(_three_bits(body + 32 * c, w + 144 + 32 * c, run % 4 * 2, run), -4))
+
+@jit
+def unpack_q3_k(weights, block_begin, block_end, num_blocks, scratch):
+    "Q3_K tile -> HALVES. Blocks in whole superblocks of 8"
+    for superblock in range(block_begin // 8, block_end // 8):
+        w = weights + 912 * superblock
+        _unpack_three_bit_run(w, w + 400, 0, scratch)
+        _unpack_three_bit_run(w, w + 400, 1, scratch)
+        _unpack_three_bit_run(w, w + 400, 2, scratch)
+        _unpack_three_bit_run(w, w + 400, 3, scratch)
+        _unpack_three_bit_run(w, w + 656, 4, scratch)
+        _unpack_three_bit_run(w, w + 656, 5, scratch)
+        _unpack_three_bit_run(w, w + 656, 6, scratch)
+        _unpack_three_bit_run(w, w + 656, 7, scratch)
+        scratch += 2560
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8q2kp000
+@jit
+def pack_q2_k(source, target, num_blocks, tile_begin, tile_end, extra):
+    "Q2_K rows (84 bytes per 256 weights) to tiles of 672 bytes"
+    row = num_blocks // 8 * 84
+    for t in range(tile_begin, tile_end):
+        s, w = source + (t - tile_begin) * 8 * row, target + t * num_blocks * 84
+        for _ in range(num_blocks // 8):
+            d = gather_i32(s + 80, row)
+            store_i16x8(w, d)
+            store_i16x8(w + 16, shift_right(d, 16))
+            for k in range(4): store_bytes(w + 32 + 32 * k, gather_i32(s + 4 * k, row))
+            for c in range(2): transpose_8x8(s + 16 + 32 * c, row, w + 160 + 256 * c, 32)
+            s += 84; w += 672
+
+@jit(forceinline=True)
+def _four_bit_scale(tile, half): return mul(load_f16x8(tile), to_f32x8(mask(load_u8x8(tile + 32 + 8 * half), 15)))
+
+@jit(forceinline=True)
+def _four_bit_minimum(tile, half): return mul(mul(load_f16x8(tile + 16), splat(_f(2**-7))), to_f32x8(shift_right(load_u8x8(tile + 32 + 8 * half), 4)))
+
+@jit(forceinline=True)
+def _two_bits(pairs, pair): return mask(shift_right(load_i8x32(pairs), pair), 3)
+
+@jit(forceinline=True)
+def _two_bit_run(total, tile, body, run, q, d, starts):
+    a, b = dot_start(UNSIGNED, np.int32(0)), dot_start(UNSIGNED, np.int32(0))
+    for c in range(4):
+        a = dot_add(UNSIGNED, a, _two_bits(body + 32 * c, run % 4 * 2), broadcast_i8x4(q + 32 * run + 4 * c))
+        b = dot_add(UNSIGNED, b, _two_bits(body + 128 + 32 * c, run % 4 * 2), broadcast_i8x4(q + 32 * run + 16 + 4 * c))
+    t = mul(_four_bit_scale(tile, 2 * run), to_f32x8(dot_total(UNSIGNED, a)))
+    t = fma(_four_bit_scale(tile, 2 * run + 1), to_f32x8(dot_total(UNSIGNED, b)), t)
+    t = fma(_four_bit_minimum(tile, 2 * run), to_f32x8(splat_i32(starts + 8 * run)), t)
+    t = fma(_four_bit_minimum(tile, 2 * run + 1), to_f32x8(splat_i32(starts + 8 * run + 4)), t)
+    return fma(t, splat(load_f32(d + 4 * run)), total)
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8q2kt000
+@jit
+def tile_q2_k(weights, record, num_blocks):
+    "Eight rows of Q2_K -> f32x8"
+    q = record + 128 * num_blocks
+    d = q + 32 * num_blocks
+    starts = d + 12 * num_blocks
+    total = zero_f32x8()
+    for _ in range(num_blocks // 8):
+        fetch_ahead(weights, 11)
+        low, high = weights + 160, weights + 416
+        total = _two_bit_run(total, weights, low, 0, q, d, starts)
+        total = _two_bit_run(total, weights, low, 1, q, d, starts)
+        total = _two_bit_run(total, weights, low, 2, q, d, starts)
+        total = _two_bit_run(total, weights, low, 3, q, d, starts)
+        total = _two_bit_run(total, weights, high, 4, q, d, starts)
+        total = _two_bit_run(total, weights, high, 5, q, d, starts)
+        total = _two_bit_run(total, weights, high, 6, q, d, starts)
+        total = _two_bit_run(total, weights, high, 7, q, d, starts)
+        weights += 672; q += 256; d += 32; starts += 64
+    return total
+
+@jit
+def unpack_q2_k(weights, block_begin, block_end, num_blocks, scratch):
+    "Q2_K tile -> HALVES_MIN. Blocks in whole superblocks of 8"
+    for superblock in range(block_begin // 8, block_end // 8):
+        w = weights + 672 * superblock
+        for run in range(8):
+            for half in range(2):
+                store(scratch + 32 * half, _four_bit_scale(w, 2 * run + half))
+                store(scratch + 320 + 32 * half, _four_bit_minimum(w, 2 * run + half))
+            body = w + 160 + 256 * (run // 4)
+            for c in range(8):                                                 # pairs are picked by a shift that is not constant: 32-bit lanes have one
+                store(scratch + 64 + 32 * c, mask(shift_bits(load_i8x32(body + 32 * c), run % 4 * 2), 3))
+            scratch += 384
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8lutw000
+@intrinsic
+def lookup(typingctx, table, codes):
+    "table[code] for 32 codes 0 … 15; the table is given twice, in both halves of a register"
+    def codegen(context, b, signature, args):
+        if HAS_AVX2: return _call(b, 'llvm.x86.avx2.pshuf.b', i8x32.llvm, args)
+        result = ir.Constant(i8x32.llvm, ir.Undefined)
+        for lane in range(32):
+            at = ir.Constant(ir.IntType(32), lane)
+            code = b.zext(b.extract_element(args[1], at), ir.IntType(32))
+            result = b.insert_element(result, b.extract_element(args[0], code), at)
+        return result
+    return i8x32(i8x32, i8x32), codegen
+
+@intrinsic
+def shift_bits(typingctx, x, count):
+    "Every byte shifted right by a count that is known only when it runs (bits of a neighbour come in from above: mask them)"
+    wide = ir.VectorType(ir.IntType(32), 8)
+    def codegen(context, b, signature, args):
+        return b.bitcast(b.lshr(b.bitcast(args[0], wide), _splat(b, b.trunc(args[1], ir.IntType(32)), wide)), i8x32.llvm)
+    return i8x32(i8x32, types.int64), codegen
+
+@intrinsic
+def as_floats(typingctx, x):
+    "int32 lanes read as the bits of float32"
+    def codegen(context, b, signature, args): return b.bitcast(args[0], f32x8.llvm)
+    return f32x8(i32x8), codegen
+
+# Signed weights as the byte dot product of this level likes them best: VNNI takes unsigned ones, 128 more than they are
+FLIPPED, FLIP = (UNSIGNED, 128) if HAS_VNNI else (SIGNED, 0)
+
+HEAD = 64                                        # bytes before the blocks of a tile: table, table, 8 factors
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8lute000
+@jit(forceinline=True)
+def _dot_sixteen(table, low, high, q, starts):
+    "Sixteen weights in two registers, the first eight in the low nibbles"
+    a = dot_add(FLIPPED, start_flipped(starts), lookup(table, low_nibble(low)), broadcast_i8x4(q))
+    a = dot_add(FLIPPED, a, lookup(table, low_nibble(high)), broadcast_i8x4(q + 4))
+    a = dot_add(FLIPPED, a, lookup(table, high_nibble(low)), broadcast_i8x4(q + 8))
+    return dot_add(FLIPPED, a, lookup(table, high_nibble(high)), broadcast_i8x4(q + 12))
+
+@jit(forceinline=True)
+def _dot_levels(table, at, q, starts):
+    "32 weights in four registers, the first sixteen in the low nibbles -> two sums"
+    a, b = start_flipped(starts), start_flipped(starts + 4)
+    for c in range(4):
+        w = load_i8x32(at + 32 * c)
+        a = dot_add(FLIPPED, a, lookup(table, low_nibble(w)), broadcast_i8x4(q + 4 * c))
+        b = dot_add(FLIPPED, b, lookup(table, high_nibble(w)), broadcast_i8x4(q + 16 + 4 * c))
+    return a, b
+
+@jit(forceinline=True)
+def _unpack_levels(table, at, scratch):
+    for c in range(4):
+        w = load_i8x32(at + 32 * c)
+        store(scratch + 64 + 32 * c, lookup(table, low_nibble(w)))
+        store(scratch + 192 + 32 * c, lookup(table, high_nibble(w)))
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8lutg000
+def plain_levels(scale, nibbles):
+    "-> (tile, unpack) of a kind in the form PLAIN. scale(tile, block) -> f32x8, nibbles(tile, block) -> address"
+    @jit
+    def tile_of_levels(weights, record, num_blocks):
+        q = record + 128 * num_blocks
+        d = q + 32 * num_blocks
+        starts = d + 12 * num_blocks
+        table, total = flip(load_i8x32(weights), FLIP), zero_f32x8()
+        for block in range(num_blocks):
+            at = nibbles(weights, block)
+            fetch_ahead(at, 3)
+            a, b = _dot_levels(table, at, q, starts)
+            total = fma(mul(scale(weights, block), splat(load_f32(d))), to_f32x8(add(a, b)), total)
+            q += 32; d += 4; starts += 8
+        return total
+    @jit
+    def unpack_levels(weights, block_begin, block_end, num_blocks, scratch):
+        table = load_i8x32(weights)
+        for block in range(block_begin, block_end):
+            store(scratch, scale(weights, block))
+            _unpack_levels(table, nibbles(weights, block), scratch)
+            scratch += 320
+    return tile_of_levels, unpack_levels
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8luth000
+@jit(forceinline=True)
+def _factors(tile): return load_f32x8(tile + 32)
+
+@jit(forceinline=True)
+def _nibbles_32(tile, block): return tile + HEAD + 144 * block + 16
+
+@jit(forceinline=True)
+def _scale_32(tile, block): return mul(load_f16x8(tile + HEAD + 144 * block), _factors(tile))
+
+@jit(forceinline=True)
+def _nibbles_256(tile, block): return tile + HEAD + 1104 * (block // 8) + 80 + 128 * (block % 8)
+
+@jit(forceinline=True)
+def _scale_256(tile, block):
+    superblock = tile + HEAD + 1104 * (block // 8)
+    return mul(mul(load_f16x8(superblock), to_f32x8(load_i8x8(superblock + 16 + 8 * (block % 8)))), _factors(tile))
+
+@jit(forceinline=True)
+def _nibbles_mxfp4(tile, block): return tile + HEAD + 136 * block + 8
+
+@jit(forceinline=True)
+def _scale_mxfp4(tile, block): return mul(as_floats(shift_left(load_u8x8(tile + HEAD + 136 * block), 23)), splat(_f(.5)))
+
+tile_levels_32, unpack_levels_32 = plain_levels(_scale_32, _nibbles_32)
+tile_levels_256, unpack_levels_256 = plain_levels(_scale_256, _nibbles_256)
+tile_mxfp4, unpack_mxfp4 = plain_levels(_scale_mxfp4, _nibbles_mxfp4)
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8luti000
+@jit(forceinline=True)
+def _scale_nvfp4(tile, half): return mul(mul(as_floats(shift_left(load_u8x8(tile + HEAD + 288 * (half // 4) + 8 * (half % 4)), 20)), splat(_f(2.**119))), _factors(tile))
+
+@jit(forceinline=True)
+def _add_scaled_halves(total, scale, more_scale, dots, more_dots, d):
+    t = fma(more_scale, to_f32x8(more_dots), mul(scale, to_f32x8(dots)))
+    return fma(t, splat(load_f32(d)), total)
+
+@jit
+def tile_nvfp4(weights, record, num_blocks):
+    "Eight rows of NVFP4 -> f32x8"
+    q = record + 128 * num_blocks
+    d = q + 32 * num_blocks
+    starts = d + 12 * num_blocks
+    table, total = flip(load_i8x32(weights), FLIP), zero_f32x8()
+    for block in range(num_blocks):
+        at = weights + HEAD + 288 * (block // 2) + 32 + 128 * (block % 2)
+        fetch_ahead(at, 3)
+        a = _dot_sixteen(table, load_i8x32(at), load_i8x32(at + 32), q, starts)
+        b = _dot_sixteen(table, load_i8x32(at + 64), load_i8x32(at + 96), q + 16, starts + 4)
+        total = _add_scaled_halves(total, _scale_nvfp4(weights, 2 * block), _scale_nvfp4(weights, 2 * block + 1), a, b, d)
+        q += 32; d += 4; starts += 8
+    return total
+
+@jit
+def unpack_nvfp4(weights, block_begin, block_end, num_blocks, scratch):
+    "NVFP4 tile -> HALVES"
+    table = load_i8x32(weights)
+    for half in range(2 * block_begin, 2 * block_end):
+        at = weights + HEAD + 288 * (half // 4) + 32 + 64 * (half % 4)
+        t = scratch + 320 * (half // 2 - block_begin) + 128 * (half % 2)
+        store(scratch + 320 * (half // 2 - block_begin) + 32 * (half % 2), _scale_nvfp4(weights, half))
+        for c in range(2):
+            w = load_i8x32(at + 32 * c)
+            store(t + 64 + 32 * c, lookup(table, low_nibble(w)))
+            store(t + 128 + 32 * c, lookup(table, high_nibble(w)))
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8lutj000
+@jit(forceinline=True)
+def _scale_256_16(tile, half):
+    superblock = tile + HEAD + 1168 * (half // 16)
+    return mul(mul(load_f16x8(superblock), to_f32x8(load_i8x8(superblock + 16 + 8 * (half % 16)))), _factors(tile))
+
+@jit
+def tile_levels_256_16(weights, record, num_blocks):
+    "Eight rows of sixteen levels, d for 256 weights and a signed byte for 16 -> f32x8"
+    q = record + 128 * num_blocks
+    d = q + 32 * num_blocks
+    starts = d + 12 * num_blocks
+    table, total = flip(load_i8x32(weights), FLIP), zero_f32x8()
+    for block in range(num_blocks):
+        at = weights + HEAD + 1168 * (block // 8) + 144 + 128 * (block % 8)
+        fetch_ahead(at, 3)
+        a, b = _dot_levels(table, at, q, starts)
+        total = _add_scaled_halves(total, _scale_256_16(weights, 2 * block), _scale_256_16(weights, 2 * block + 1), a, b, d)
+        q += 32; d += 4; starts += 8
+    return total
+
+@jit
+def unpack_levels_256_16(weights, block_begin, block_end, num_blocks, scratch):
+    "-> HALVES"
+    table = load_i8x32(weights)
+    for block in range(block_begin, block_end):
+        for half in range(2): store(scratch + 32 * half, _scale_256_16(weights, 2 * block + half))
+        _unpack_levels(table, weights + HEAD + 1168 * (block // 8) + 144 + 128 * (block % 8), scratch)
+        scratch += 320
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8lutq000
+@jit
+def pack_iq4_nl(source, target, num_blocks, tile_begin, tile_end, extra):
+    "IQ4_NL rows (18 bytes per 32 weights)"
+    row = num_blocks * 18
+    for t in range(tile_begin, tile_end):
+        s, w = source + (t - tile_begin) * 8 * row, target + t * (HEAD + num_blocks * 144) + HEAD
+        for _ in range(num_blocks):
+            copy_half(s, row, w)
+            transpose_8x4(s + 2, row, w + 16, 32)
+            s += 18; w += 144
+
+@jit
+def pack_iq4_xs(source, target, num_blocks, tile_begin, tile_end, extra):
+    "IQ4_XS rows (136 bytes per 256 weights)"
+    row = num_blocks // 8 * 136
+    for t in range(tile_begin, tile_end):
+        s, w = source + (t - tile_begin) * 8 * row, target + t * (HEAD + num_blocks * 138) + HEAD
+        for _ in range(num_blocks // 8):
+            d, low = gather_i32(s, row), gather_i32(s + 4, row)                # d and 8 × 2 high bits of scales, 8 × 4 low bits
+            store_i16x8(w, d)
+            for k in range(8): store_i8x8(w + 16 + 8 * k, _six_bit_scale(shift_right(low, 4 * k), shift_right(d, 16 + 2 * k)))
+            for c in range(4): transpose_8x8(s + 8 + 32 * c, row, w + 80 + 256 * c, 32)
+            s += 136; w += 1104
+
+@jit
+def pack_mxfp4(source, target, num_blocks, tile_begin, tile_end, extra):
+    "MXFP4 rows (17 bytes per 32 weights)"
+    row = num_blocks * 17
+    for t in range(tile_begin, tile_end):
+        s, w = source + (t - tile_begin) * 8 * row, target + t * (HEAD + num_blocks * 136) + HEAD
+        for _ in range(num_blocks):
+            for r in range(8): store(w + r, load_u8(s + r * row))
+            transpose_8x4(s + 1, row, w + 8, 32)
+            s += 17; w += 136
+
+@jit
+def _store_ue4m3(source, stride, target):
+    "Four scale bytes of each of eight rows, row after row for each of the four"
+    for r in range(8):
+        for k in range(4):
+            code = load_u8(source + r * stride + k)
+            store(target + 8 * k + r, np.uint8(0 if code == 127 else code & 127))
+
+@jit
+def pack_nvfp4(source, target, num_blocks, tile_begin, tile_end, extra):
+    "NVFP4 rows of a GGUF file (36 bytes per 64 weights)"
+    row = num_blocks // 2 * 36
+    for t in range(tile_begin, tile_end):
+        s, w = source + (t - tile_begin) * 8 * row, target + t * (HEAD + num_blocks * 144) + HEAD
+        for _ in range(num_blocks // 2):
+            _store_ue4m3(s, row, w)
+            transpose_8x8(s + 4, row, w + 32, 32)
+            s += 36; w += 288
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8luts000
+@jit(forceinline=True)
+def _spread(words):
+    "The four low nibbles of each lane, one to a byte"
+    x = mask(words, 0xffff)
+    x = mask(either(x, shift_left(x, 8)), 0x00ff00ff)
+    return mask(either(x, shift_left(x, 4)), 0x0f0f0f0f)
+
+@jit(forceinline=True)
+def _side_by_side(first, second, target):
+    "Eight nibbles of each row in both -> two registers, the first ones in the low halves of bytes"
+    store(target, either(_spread(first), shift_left(_spread(second), 4)))
+    store(target + 32, either(_spread(shift_right(first, 16)), shift_left(_spread(shift_right(second, 16)), 4)))
+
+@jit
+def pack_nvfp4_rows(source, target, num_blocks, tile_begin, tile_end, extra):
+    "NVFP4 of a folder: `source` has 16 bytes of codes per 32 weights, `extra` is the address of the scales, two bytes per 32 weights. Both begin at row 8 · tile_begin. NaN scales (0x7f) count as 0"
+    row, scale_row = num_blocks * 16, num_blocks * 2
+    for t in range(tile_begin, tile_end):
+        s, e, w = source + (t - tile_begin) * 8 * row, extra + (t - tile_begin) * 8 * scale_row, target + t * (HEAD + num_blocks * 144) + HEAD
+        for _ in range(num_blocks // 2):
+            _store_ue4m3(e, scale_row, w)
+            transpose_8x8(s, row, w + 32, 32)
+            for k in range(4): _side_by_side(load_i32x8(w + 32 + 64 * k), load_i32x8(w + 64 + 64 * k), w + 32 + 64 * k)
+            s += 32; e += 4; w += 288
+
+@jit
+def pack_mxfp4_rows(source, target, num_blocks, tile_begin, tile_end, extra):
+    "MXFP4 of a folder: 16 bytes of codes per 32 weights, one scale byte at `extra`"
+    row = num_blocks * 16
+    for t in range(tile_begin, tile_end):
+        s, e, w = source + (t - tile_begin) * 8 * row, extra + (t - tile_begin) * 8 * num_blocks, target + t * (HEAD + num_blocks * 136) + HEAD
+        for _ in range(num_blocks):
+            for r in range(8): store(w + r, load_u8(e + r * num_blocks))
+            transpose_8x4(s, row, w + 8, 32)
+            r0, r1, r2, r3 = load_i32x8(w + 8), load_i32x8(w + 40), load_i32x8(w + 72), load_i32x8(w + 104)
+            _side_by_side(r0, r2, w + 8)
+            _side_by_side(r1, r3, w + 72)
+            s += 16; e += 1; w += 136
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8lattc00
+def _words(blocks, at, end): return np.ascontiguousarray(blocks[:, at:end]).view('<u4')
+def _shorts(blocks, at, end): return np.ascontiguousarray(blocks[:, at:end]).view('<u2')
+def _four_bit_fields(blocks, at, end): return np.stack([blocks[:, at:end] & 15, blocks[:, at:end] >> 4], axis=-1).reshape(len(blocks), -1)
+def _iq1_m_d(blocks): return np.bitwise_or.reduce((_shorts(blocks, 48, 56) & 0xf000) >> np.array([12, 8, 4, 0], np.uint16), axis=1)
+def _ones(count): return lambda blocks: np.ones((len(blocks), count), np.uint8)
+
+# type: (d as the bits of a half, the scale bytes of runs). A weight is d · scale · unit · level
+RUN_SCALES = {
+    'IQ2_XXS': (lambda b: _shorts(b, 0, 2)[:, 0], lambda b: 2 * (_words(b, 2, 66)[:, 1::2] >> 28) + 1),
+    'IQ3_XXS': (lambda b: _shorts(b, 0, 2)[:, 0], lambda b: 2 * (_words(b, 66, 98) >> 28) + 1),
+    'IQ3_S': (lambda b: _shorts(b, 0, 2)[:, 0], lambda b: 2 * _four_bit_fields(b, 106, 110) + 1),
+    'IQ1_S': (lambda b: _shorts(b, 0, 2)[:, 0], lambda b: 2 * (_shorts(b, 34, 50) >> 12 & 7) + 1),
+    'IQ2_XS': (lambda b: _shorts(b, 0, 2)[:, 0], lambda b: 2 * _four_bit_fields(b, 66, 74) + 1),
+    'IQ2_S': (lambda b: _shorts(b, 0, 2)[:, 0], lambda b: 2 * _four_bit_fields(b, 74, 82) + 1),
+    'IQ1_M': (_iq1_m_d, lambda b: 2 * (_shorts(b, 48, 56)[:, :, None] >> np.array([0, 3, 6, 9], np.uint16) & 7).reshape(len(b), 16) + 1),
+    'TQ1_0': (lambda b: _shorts(b, 52, 54)[:, 0], _ones(8)), 'TQ2_0': (lambda b: _shorts(b, 64, 66)[:, 0], _ones(8)),
+    'Q1_0': (lambda b: _shorts(b, 0, 2)[:, 0], _ones(4)), 'Q2_0': (lambda b: _shorts(b, 0, 2)[:, 0], _ones(2))}
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8lattl00
+def _both_signs(*sizes): return tuple(sorted(sign * size for sign in (-1, 1) for size in sizes))
+
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)              # doubled
+_UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_EIGHTHS = dict.fromkeys(('IQ1_S', 'IQ1_M'), (_both_signs(1, 7, 9), .125))      # −1, 0 and 1, an eighth up or down
+
+# type: (levels, unit)
+LEVELS = {'IQ4_NL': (_UNEVEN, 1.), 'IQ4_XS': (_UNEVEN, 1.), **dict.fromkeys(('NVFP4', 'MXFP4', 'NVFP4_ROWS', 'MXFP4_ROWS'), (_E2M1, 1.)),
+          **dict.fromkeys(('IQ2_XXS', 'IQ2_XS', 'IQ2_S'), (_both_signs(8, 25, 43), .125)), 'IQ3_XXS': (_both_signs(4, 12, 20, 28, 36, 44, 52, 62), .25),
+          'IQ3_S': (_both_signs(*range(1, 16, 2)), 1.), **_EIGHTHS, **dict.fromkeys(('TQ1_0', 'TQ2_0', 'Q2_0'), ((-1, 0, 1, 2), 1.)), 'Q1_0': ((-1, 1), 1.)}
+
+def write_heads(heads, type_name, factor=1.0):
+    "The first 64 bytes of tiles. heads: (tiles, ≥ 64) uint8; factor: one number, or (8 · tiles,) float32, a number for each row"
+    levels, unit = LEVELS[type_name]
+    table = np.zeros(16, np.int8)
+    table[:len(levels)] = levels
+    heads[:, :32] = np.tile(table, 2).view(np.uint8)
+    factors = np.broadcast_to(np.asarray(factor, np.float32).reshape(-1) * np.float32(unit), 8 * len(heads))
+    heads[:, 32:64] = np.ascontiguousarray(factors).view(np.uint8).reshape(-1, 32)
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8lattk00
+@jit
+def pack_lattice(weights, d, scales, codes, per_run, in_d, unit, size, place, target, num_blocks, tile_begin, tile_end):
+    """Decoded rows to tiles of levels. weights: (rows, columns) float32, from row 8 · tile_begin on; d: (rows, columns / in_d) uint16; scales: (rows, columns / per_run) uint8;
+    codes: uint8 (256,), the code of level v at 128 + v. A tile has `size` bytes for each `in_d` weights of eight rows: d, scale bytes (if in_d is 256), at `place` the nibbles"""
+    stride = HEAD + num_blocks * 32 // in_d * size
+    rows, runs = len(weights), in_d // per_run
+    for row in range(rows):
+        lane, base = row % 8, target + (tile_begin + row // 8) * stride + HEAD
+        for k in range(num_blocks * 32 // in_d):
+            store(base + k * size + 2 * lane, d[row, k])
+            factor = load_f16(base + k * size + 2 * lane) * unit
+            for run in range(runs):
+                if in_d == 256: store(base + k * size + 16 + 8 * run + lane, scales[row, k * runs + run])
+                scale = factor * _f(scales[row, k * runs + run])
+                inverse = _f(1) / scale if scale != _f(0) else _f(0)
+                for j in range(per_run):
+                    column = run * per_run + j
+                    level = np.int64(np.rint(weights[row, k * in_d + column] * inverse))
+                    at = base + k * size + place + column // 32 * 128 + column % 16 // 4 * 32 + 4 * lane + column % 4
+                    store(at, np.uint8(load_u8(at) | codes[(128 + level) & 255] << (column % 32 // 16 * 4)))
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8lattp00
+def pack_decoded_levels(type_name, weights, blocks, target, num_blocks, tile_begin, tile_end, shape):
+    "weights: decoded rows from 8 · tile_begin on (rows, columns); blocks: the same in the file (rows · n, block_bytes); target: address of zeroed tiles; shape: (weights per d, per scale, bytes, place of nibbles)"
+    in_d, per_run, size, place = shape
+    levels, unit = LEVELS[type_name]
+    codes = np.zeros(256, np.uint8)
+    codes[np.array(levels) + 128] = np.arange(len(levels))
+    bits, scales = (f(blocks) for f in RUN_SCALES[type_name])
+    rows, columns = weights.shape
+    d = np.repeat(bits.reshape(rows, -1), columns // (in_d * bits.size // rows), axis=1)
+    pack_lattice(weights, d.astype(np.uint16), scales.reshape(rows, -1).astype(np.uint8), codes, per_run, in_d, np.float32(unit), size, place, target, num_blocks, tile_begin, tile_end)
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8fltc000
+load_i16x16 = _make_load(i16x16, i16x16.llvm)
+
+def _eight_halves(part):
+    "A word: lanes 0 … 7 or 8 … 15, read as halves, to float32"
+    @intrinsic
+    def word(typingctx, x):
+        def codegen(context, b, signature, args):
+            eight = b.shuffle_vector(args[0], ir.Constant(i16x16.llvm, ir.Undefined), _indices(range(8 * part, 8 * part + 8)))
+            return _f16_to_f32(b, b.bitcast(eight, ir.VectorType(ir.HalfType(), 8)))
+        return f32x8(i16x16), codegen
+    return word
+
+_low_halves, _high_halves = _eight_halves(0), _eight_halves(1)
+
+@jit(forceinline=True)
+def _e4m3_halves(words): return mask(shift_signed(words, 1), 0xbf80)
+
+@jit(forceinline=True)
+def _four_e4m3(at):
+    "Four columns of E4M3 (times 2^-8)"
+    v = load_i16x16(at)
+    even, odd = _e4m3_halves(shift_left(v, 8)), _e4m3_halves(v)
+    return _low_halves(even), _low_halves(odd), _high_halves(even), _high_halves(odd)
+
+@jit(forceinline=True)
+def _four_e5m2(at):
+    "Four columns of E5M2, the upper half of a half"
+    v = load_i16x16(at)
+    even, odd = shift_left(v, 8), mask(v, 0xff00)
+    return _low_halves(even), _low_halves(odd), _high_halves(even), _high_halves(odd)
+
+@jit(forceinline=True)
+def _four_bf16(at):
+    a, b = load_i32x8(at), load_i32x8(at + 32)
+    return as_floats(shift_left(a, 16)), as_floats(mask(a, -65536)), as_floats(shift_left(b, 16)), as_floats(mask(b, -65536))
+
+@jit(forceinline=True)
+def _four_f16(at): return load_f16x8(at), load_f16x8(at + 16), load_f16x8(at + 32), load_f16x8(at + 48)
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8fltt000
+def float_tiles(four_columns, size, group=0):
+    """-> (tile, four_tiles, unpack) of float weights whose four columns of eight rows take `size` bytes. group: blocks that share a register of scales, which lie before all columns (0: no scales).
+    four_tiles(weights, stride, record, num_blocks, out): four tiles `stride` bytes apart -> 32 floats at `out`, with the bits of four calls of `tile`"""
+    @jit(forceinline=True)
+    def columns_of(weights, num_blocks, k):
+        "Columns 4k … 4k + 3"
+        at = weights + size * k + ((num_blocks + group - 1) // group * 32 if group else 0)
+        a, b, c, d = four_columns(at)
+        if group:
+            scale = load_f32x8(weights + k // (8 * group) * 32)
+            return mul(a, scale), mul(b, scale), mul(c, scale), mul(d, scale)
+        return a, b, c, d
+    @jit(forceinline=True)
+    def add_columns(total, weights, num_blocks, k, x):
+        a, b, c, d = columns_of(weights, num_blocks, k)
+        return fma(d, splat(load_f32(x + 12)), fma(c, splat(load_f32(x + 8)), fma(b, splat(load_f32(x + 4)), fma(a, splat(load_f32(x)), total))))
+    @jit
+    def tile_of_floats(weights, record, num_blocks):
+        total = zero_f32x8()
+        for k in range(8 * num_blocks): total = add_columns(total, weights, num_blocks, k, record + 16 * k)
+        return total
+    @jit
+    def four_tiles_of_floats(weights, stride, record, num_blocks, out):
+        w1, w2, w3 = weights + stride, weights + 2 * stride, weights + 3 * stride
+        y0, y1, y2, y3 = zero_f32x8(), zero_f32x8(), zero_f32x8(), zero_f32x8()
+        for k in range(8 * num_blocks):
+            x = record + 16 * k
+            y0, y1 = add_columns(y0, weights, num_blocks, k, x), add_columns(y1, w1, num_blocks, k, x)
+            y2, y3 = add_columns(y2, w2, num_blocks, k, x), add_columns(y3, w3, num_blocks, k, x)
+        store(out, y0)
+        store(out + 32, y1)
+        store(out + 64, y2)
+        store(out + 96, y3)
+    @jit
+    def unpack_floats(weights, block_begin, block_end, num_blocks, scratch):
+        for k in range(8 * block_begin, 8 * block_end):
+            a, b, c, d = columns_of(weights, num_blocks, k)
+            store(scratch, a)
+            store(scratch + 32, b)
+            store(scratch + 64, c)
+            store(scratch + 96, d)
+            scratch += 128
+    return tile_of_floats, four_tiles_of_floats, unpack_floats
+
+@jit(forceinline=True)
+def _four_f32(at): return load_f32x8(at), load_f32x8(at + 32), load_f32x8(at + 64), load_f32x8(at + 96)
+
+tile_f32, four_tiles_f32, copy_floats = float_tiles(_four_f32, 128)
+tile_f16, four_tiles_f16, unpack_f16 = float_tiles(_four_f16, 64)
+tile_bf16, four_tiles_bf16, unpack_bf16 = float_tiles(_four_bf16, 64)
+tile_fp8, four_tiles_fp8, unpack_fp8 = float_tiles(_four_e4m3, 32, 4)
+tile_fp8_32, four_tiles_fp8_32, unpack_fp8_32 = float_tiles(_four_e4m3, 32, 1)
+tile_e5m2, four_tiles_e5m2, unpack_e5m2 = float_tiles(_four_e5m2, 32, 4)
+tile_e5m2_32, four_tiles_e5m2_32, unpack_e5m2_32 = float_tiles(_four_e5m2, 32, 1)
+
+# %% ../../nbs/ops/08_k_quants.ipynb #k8fltp000
+@jit
+def pack_f32(source, target, num_blocks, tile_begin, tile_end, extra):
+    "Float32 rows to tiles: column after column, 8 rows each"
+    row = num_blocks * 128
+    for t in range(tile_begin, tile_end):
+        s, w = source + (t - tile_begin) * 8 * row, target + t * num_blocks * 1024
+        for k in range(4 * num_blocks): transpose_8x8(s + 32 * k, row, w + 256 * k, 32)
+
+@jit
+def pack_bf16(source, target, num_blocks, tile_begin, tile_end, extra):
+    "BF16 rows to tiles: two columns in the words of a register"
+    row = num_blocks * 64
+    for t in range(tile_begin, tile_end):
+        s, w = source + (t - tile_begin) * 8 * row, target + t * num_blocks * 512
+        for k in range(2 * num_blocks): transpose_8x8(s + 32 * k, row, w + 256 * k, 32)
+
+@jit(forceinline=True)
+def _apart(at):
+    "Low halves of eight words, then high halves"
+    words = load_i32x8(at)
+    store_i16x8(at, words)
+    store_i16x8(at + 16, shift_right(words, 16))
+
+@jit
+def pack_f16(source, target, num_blocks, tile_begin, tile_end, extra):
+    "F16 rows to tiles: eight halves of a column, then those of the next"
+    row = num_blocks * 64
+    for t in range(tile_begin, tile_end):
+        s, w = source + (t - tile_begin) * 8 * row, target + t * num_blocks * 512
+        for k in range(2 * num_blocks):
+            transpose_8x8(s + 32 * k, row, w + 256 * k, 32)
+            for c in range(8): _apart(w + 256 * k + 32 * c)
+
+@jit
+def pack_fp8(source, target, num_blocks, tile_begin, tile_end, extra):
+    "FP8 codes to tiles. extra: address of a table of int64: address of the scales (float32, from row 8 · tile_begin on), blocks that share one, bytes of a row of them; the factor 2^8 or 1 as float32 bits is theirs already"
+    scales, group, scale_row = load_i64(extra), load_i64(extra + 8), load_i64(extra + 16)
+    row, groups = num_blocks * 32, (num_blocks + group - 1) // group
+    for t in range(tile_begin, tile_end):
+        s, e, w = source + (t - tile_begin) * 8 * row, scales + (t - tile_begin) * 8 * scale_row, target + t * (32 * groups + 256 * num_blocks)
+        for g in range(groups): store(w + 32 * g, as_floats(gather_i32(e + 4 * g, scale_row)))
+        w += 32 * groups
+        for k in range(num_blocks):
+            transpose_8x8(s + 32 * k, row, w + 256 * k, 32)
+            for c in range(8): _apart(w + 256 * k + 32 * c)
+
 # %% ../../nbs/ops/08_k_quants.ipynb #k8tablec0
-K_FORMATS = (TileFormat(4, ('Q4_K',), 256, 148, WIDE, pack_q4_k, tile_q4_k, unpack_q4_k),
-             TileFormat(5, ('Q5_K',), 256, 180, WIDE, pack_q5_k, tile_q5_k, unpack_q5_k),
-             TileFormat(6, ('Q6_K',), 256, 210, HALVES, pack_q6_k, tile_q6_k, unpack_q6_k))
+K_FORMATS = (
+    TileFormat(4, ('Q4_K',), 256, 148, WIDE, pack_q4_k, tile_q4_k, unpack_q4_k),
+    TileFormat(5, ('Q5_K',), 256, 180, WIDE, pack_q5_k, tile_q5_k, unpack_q5_k),
+    TileFormat(6, ('Q6_K',), 256, 210, HALVES, pack_q6_k, tile_q6_k, unpack_q6_k),
+    TileFormat(7, ('Q3_K',), 256, 114, HALVES, pack_q3_k, tile_q3_k, unpack_q3_k),
+    TileFormat(8, ('Q2_K',), 256, 84, HALVES_MIN, pack_q2_k, tile_q2_k, unpack_q2_k),
+    TileFormat(9, ('IQ4_NL', 'Q1_0', 'Q2_0'), 32, 144, PLAIN, pack_iq4_nl, tile_levels_32, unpack_levels_32, HEAD, lattice=(32, 32, 144, 16)),
+    TileFormat(10, ('IQ4_XS', 'IQ2_XXS', 'IQ3_XXS', 'IQ3_S', 'IQ1_S', 'TQ1_0', 'TQ2_0'), 256, 138, PLAIN, pack_iq4_xs, tile_levels_256, unpack_levels_256, HEAD, lattice=(256, 32, 1104, 80)),
+    TileFormat(11, ('IQ2_XS', 'IQ2_S', 'IQ1_M'), 256, 146, HALVES, None, tile_levels_256_16, unpack_levels_256_16, HEAD, lattice=(256, 16, 1168, 144)),
+    TileFormat(12, ('MXFP4', 'MXFP4_ROWS'), 32, 136, PLAIN, pack_mxfp4, tile_mxfp4, unpack_mxfp4, HEAD),
+    TileFormat(13, ('NVFP4', 'NVFP4_ROWS'), 64, 144, HALVES, pack_nvfp4, tile_nvfp4, unpack_nvfp4, HEAD),
+    TileFormat(14, ('F16',), 32, 512, FLOATS, pack_f16, tile_f16, unpack_f16, four_tiles=four_tiles_f16),
+    TileFormat(15, ('BF16',), 32, 512, FLOATS, pack_bf16, tile_bf16, unpack_bf16, four_tiles=four_tiles_bf16),
+    TileFormat(16, ('FP8',), 32, 256, FLOATS, pack_fp8, tile_fp8, unpack_fp8, per_four=32, four_tiles=four_tiles_fp8),
+    TileFormat(17, ('FP8/32',), 32, 288, FLOATS, pack_fp8, tile_fp8_32, unpack_fp8_32, four_tiles=four_tiles_fp8_32),
+    TileFormat(18, ('FP8_E5M2',), 32, 256, FLOATS, pack_fp8, tile_e5m2, unpack_e5m2, per_four=32, four_tiles=four_tiles_e5m2),
+    TileFormat(19, ('FP8_E5M2/32',), 32, 288, FLOATS, pack_fp8, tile_e5m2_32, unpack_e5m2_32, four_tiles=four_tiles_e5m2_32))

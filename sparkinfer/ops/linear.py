@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['SCRATCH_PER_BLOCK', 'TILE_F32', 'TILE_Q4', 'TILE_Q5', 'TILE_Q8', 'FORMATS', 'linear_spec', 'activation_bytes',
-           'quantize_activation', 'pack_q4', 'pack_q5', 'pack_q8', 'pack_f32', 'tile_f32', 'tile_q4', 'tile_q5',
-           'tile_q8', 'unpack_q4', 'unpack_q5', 'unpack_q8', 'four_rows_wide', 'four_rows_plain', 'four_rows_floats',
-           'tile_stride', 'matvec_kernel', 'matmul_kernel', 'read_row_kernel', 'kernel_of', 'open_door',
-           'register_format', 'copy_floats', 'tile_kind', 'tile_rows', 'packed_bytes', 'pack', 'tile', 'matvec',
-           'matmul', 'read_row']
+           'quantize_activation', 'pack_q4', 'pack_q5', 'pack_q8', 'tile_q4', 'tile_q5', 'tile_q8', 'unpack_q4',
+           'unpack_q5', 'unpack_q8', 'four_rows_wide', 'four_rows_plain', 'four_rows_floats', 'tile_stride',
+           'matvec_kernel', 'matmul_kernel', 'read_row_kernel', 'kernel_of', 'open_door', 'register_format',
+           'tile_kind', 'tile_rows', 'tile_bytes', 'packed_bytes', 'pack', 'tile', 'matvec', 'matmul', 'read_row']
 
 # %% ../../nbs/ops/01_linear.ipynb #dd70dfb6
 import ctypes
@@ -21,8 +20,9 @@ from ..errors import UnsupportedError
 from ..formats.blocks import quant_type
 from ..jit import jit
 from .file_rows import ROW_FORMATS
-from .k_quants import (FLOATS, FORM_BYTES, HALVES, HALVES_MIN, K_FORMATS, PLAIN, WIDE, TileFormat, copy_half, either, fetch_ahead, four_rows_halves,
-                                     four_rows_halves_min, gather_i32, mask, shift_left, shift_right, transpose_8x4, transpose_8x8)
+from .k_quants import (FLOATS, FORM_BYTES, HALVES, HALVES_MIN, K_FORMATS, LEVELS, PLAIN, RUN_SCALES, WIDE, TileFormat, copy_floats, copy_half, either, fetch_ahead,
+                                     four_rows_halves, four_rows_halves_min, four_tiles_f32, gather_i32, mask, pack_decoded_levels, pack_f32, pack_mxfp4_rows, pack_nvfp4_rows, shift_left,
+                                     shift_right, tile_f32, transpose_8x4, transpose_8x8, write_heads)
 from .simd import (SIGNED, UNSIGNED, absolute, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit, fma, high_nibble, is_unsigned,
                                  load_f16x8, load_f32, load_f32x8, load_i32, load_i8, load_i8x32, load_u8, low_nibble, max_lanes, maximum, mul,
                                  round_i32x8, splat, store, store_f16x8, store_i8x8, sum_lanes, to_f32x8, zero_f32x8, zero_i32x8, zero_i8x32, _pointer)
@@ -120,24 +120,7 @@ def pack_q8(source, target, num_blocks, tile_begin, tile_end, extra):
             transpose_8x8(s + 2, row, w + 16, 32)
             s += 34; w += 272
 
-@jit
-def pack_f32(source, target, num_blocks, tile_begin, tile_end, extra):
-    "Float32 rows to tiles: column after column, 8 rows each"
-    row = num_blocks * 128
-    for t in range(tile_begin, tile_end):
-        s, w = source + (t - tile_begin) * 8 * row, target + t * num_blocks * 1024
-        for k in range(4 * num_blocks): transpose_8x8(s + 32 * k, row, w + 256 * k, 32)
-
 # %% ../../nbs/ops/01_linear.ipynb #2dcafb3e
-@jit
-def tile_f32(weights, record, num_blocks):
-    "Eight rows of float32 weights times the float row of an activation record -> f32x8"
-    total = zero_f32x8()
-    for _ in range(32 * num_blocks):
-        total = fma(load_f32x8(weights), splat(load_f32(record)), total)
-        weights += 32; record += 4
-    return total
-
 @jit
 def tile_q4(weights, record, num_blocks):
     "Eight rows of 4-bit weights with scale and min -> f32x8"
@@ -370,12 +353,19 @@ _one_register, _eight_blocks = _on_stack(32), _on_stack(8 * max(FORM_BYTES.value
 # %% ../../nbs/ops/01_linear.ipynb #lnkernc0
 _FOUR_ROWS = {WIDE: four_rows_wide, PLAIN: four_rows_plain, HALVES: four_rows_halves, HALVES_MIN: four_rows_halves_min, FLOATS: four_rows_floats}
 
-def matvec_kernel(tile):
+def matvec_kernel(tile, four_tiles=None):
     @jit
     def matvec_of_kind(kind, weights, record, num_blocks, out, tile_begin, tile_end):
         stride = tile_stride(kind, num_blocks)
         for t in range(tile_begin, tile_end): store(out + 32 * t, tile(weights + t * stride, record, num_blocks))
-    return matvec_of_kind
+    @jit
+    def matvec_of_floats(kind, weights, record, num_blocks, out, tile_begin, tile_end):
+        stride, fours = tile_stride(kind, num_blocks), (tile_end - tile_begin) // 4
+        for k in range(fours):
+            t = tile_begin + 4 * k
+            four_tiles(weights + t * stride, stride, record, num_blocks, out + 32 * t)
+        for t in range(tile_begin + 4 * fours, tile_end): store(out + 32 * t, tile(weights + t * stride, record, num_blocks))
+    return matvec_of_floats if four_tiles else matvec_of_kind
 
 def matmul_kernel(unpack, four_rows):
     "`unpack` None: tiles are stored as their form"
@@ -424,7 +414,7 @@ _ARGUMENTS = {'matvec': 7, 'matmul': 11, 'read_row': 5}
 def kernel_of(kind, door):
     "The kernel behind a door of a kind, a Numba function of int64s"
     f = FORMATS[kind]
-    if door == 'matvec': return matvec_kernel(f.tile)
+    if door == 'matvec': return matvec_kernel(f.tile, f.four_tiles)
     if door == 'matmul': return matmul_kernel(f.unpack, _FOUR_ROWS[f.form])
     return read_row_kernel(f.unpack or copy_floats, f.form, f.columns // 32)
 
@@ -445,64 +435,102 @@ def _bell(door):
 _BELLS = {door: _bell(door) for door in _ARGUMENTS}        # kept: the table has their addresses
 for _i, _b in enumerate(_BELLS.values()): _table[:, _i] = ctypes.cast(_b, ctypes.c_void_p).value
 
-def register_format(f, head=0, per_four=0):
+def register_format(f):
     "Put a TileFormat behind the doors. A tile takes head + nbytes · blocks + per_four · ⌈blocks / 4⌉ bytes"
     FORMATS[f.kind] = f
     for name in f.types: _TILE_OF[name] = f.kind
-    _table[f.kind, 3:] = head, f.nbytes, per_four
+    _table[f.kind, 3:] = f.head, f.nbytes, f.per_four
 
 # %% ../../nbs/ops/01_linear.ipynb #lnregc00
-@jit
-def copy_floats(weights, block_begin, block_end, num_blocks, scratch):
-    "F32 tile -> FLOATS: as it is"
-    for k in range(32 * block_begin, 32 * block_end): store(scratch + 32 * (k - 32 * block_begin), load_f32x8(weights + 32 * k))
+for _format in (TileFormat(TILE_F32, ('F32',), 32, 1024, FLOATS, pack_f32, tile_f32, None, four_tiles=four_tiles_f32), TileFormat(TILE_Q4, ('Q4_0', 'Q4_1'), 32, 160, WIDE, pack_q4, tile_q4, unpack_q4),
+                TileFormat(TILE_Q5, ('Q5_0', 'Q5_1'), 32, 192, WIDE, pack_q5, tile_q5, unpack_q5), TileFormat(TILE_Q8, ('Q8_0',), 32, 272, PLAIN, pack_q8, tile_q8, unpack_q8),
+                *K_FORMATS, *ROW_FORMATS): register_format(_format)
 
-for _f32 in (TileFormat(TILE_F32, ('F32',), 32, 1024, FLOATS, pack_f32, tile_f32, None), TileFormat(TILE_Q4, ('Q4_0', 'Q4_1'), 32, 160, WIDE, pack_q4, tile_q4, unpack_q4),
-             TileFormat(TILE_Q5, ('Q5_0', 'Q5_1'), 32, 192, WIDE, pack_q5, tile_q5, unpack_q5), TileFormat(TILE_Q8, ('Q8_0',), 32, 272, PLAIN, pack_q8, tile_q8, unpack_q8),
-             *K_FORMATS, *ROW_FORMATS): register_format(_f32)
-
-def tile_kind(type_name):
-    "The tile format that weights of this type are repacked into"
+def tile_kind(type_name, block=None):
+    "The tile format that weights of this type are repacked into. block: for FP8, the (rows, columns) that share a scale"
+    if block is not None and type_name in ('FP8', 'FP8_E5M2') and block[1] % 128 and block[1] < 128: type_name += '/32'
     return _TILE_OF.get(type_name, TILE_F32)
 
 def tile_rows(rows):
     "Number of 8-row tiles that hold `rows` rows (the last one padded with zero rows)"
     return (rows + 7) // 8
 
-def packed_bytes(type_name, rows, columns):
+def tile_bytes(kind, columns):
+    "`tile_stride` for Python"
+    head, per_block, per_four = (int(n) for n in _table[kind, 3:])
+    return head + per_block * (columns // 32) + per_four * ((columns // 32 + 3) // 4)
+
+def packed_bytes(type_name, rows, columns, block=None):
     "Size in bytes of a repacked matrix"
-    head, per_block, per_four = (int(n) for n in _table[tile_kind(type_name), 3:])
-    return tile_rows(rows) * (head + per_block * (columns // 32) + per_four * ((columns // 32 + 3) // 4))
+    return tile_rows(rows) * tile_bytes(tile_kind(type_name, block), columns)
 
 # %% ../../nbs/ops/01_linear.ipynb #lnpackc0
-def pack(type_name, data, rows, columns, target, tile_begin=0, tile_end=None):
+def pack(type_name, data, rows, columns, target, tile_begin=0, tile_end=None, *, factor=None, scales=None, block=None):
     """Repack tiles [tile_begin, tile_end) of one matrix, and open the doors of its kind.
-    data: uint8, the file's bytes of all rows; target: zeroed uint8 of `packed_bytes(...)`; columns: a multiple of 32, else UnsupportedError"""
+    data: uint8, the file's bytes of all rows; target: zeroed uint8 of `packed_bytes(...)`; columns: a multiple of 32, else UnsupportedError.
+    factor: NVFP4's factor of the tensor, or (rows,) of each row; scales: of types that have them apart, NVFP4_ROWS and MXFP4_ROWS (rows, columns / 16 or 32) uint8, FP8 a grid of float32, one entry for each `block` of (rows, columns)"""
     if columns % 32: raise UnsupportedError(f'a row of {columns} weights cannot be packed: the CPU kernels need a multiple of 32')
-    end, kind = tile_rows(rows) if tile_end is None else tile_end, tile_kind(type_name)
-    for door in ('matvec', 'matmul'): open_door(kind, door)
-    if type_name not in FORMATS[kind].types: return _pack_decoded(type_name, data, rows, columns, target, tile_begin, end)
-    _pack_rows(FORMATS[kind], data, rows, columns, target, tile_begin, end, type_name.endswith('_1'))
+    end, f = tile_rows(rows) if tile_end is None else tile_end, FORMATS[tile_kind(type_name, block)]
+    for door in ('matvec', 'matmul'): open_door(f.kind, door)
+    if tile_begin >= end: return
+    if f.head: write_heads(_heads(f, target, columns, tile_begin, end), type_name, 1.0 if factor is None else _of_rows(factor, rows, 8 * tile_begin, 8 * end))
+    if type_name.startswith('FP8'): return _pack_fp8(f, data, rows, columns, target, tile_begin, end, scales, block or (rows, columns))
+    if type_name in RUN_SCALES: return _pack_decoded(f, type_name, data, rows, columns, target, tile_begin, end)
+    if type_name not in f.types: return _pack_decoded(f, type_name, data, rows, columns, target, tile_begin, end)
+    packer = {'NVFP4_ROWS': pack_nvfp4_rows, 'MXFP4_ROWS': pack_mxfp4_rows}.get(type_name, f.pack)
+    _pack_rows(packer, data, rows, columns, target, tile_begin, end, int(type_name.endswith('_1')), beside=scales)
 
-def _pack_rows(f, data, rows, columns, target, tile_begin, tile_end, extra, first=0):
-    "data: rows from `first` on, uint8"
-    whole, blocks, size = min(tile_end, rows // 8), columns // 32, data.nbytes // max(1, rows - first)
-    if whole > tile_begin: f.pack(data.ctypes.data + (8 * tile_begin - first) * size, target.ctypes.data, blocks, tile_begin, whole, extra)
-    if tile_end > whole and tile_begin <= rows // 8 and rows % 8:
-        padded = np.zeros(8 * size, np.uint8)
-        padded[:rows % 8 * size] = data.reshape(-1).view(np.uint8)[(rows // 8 * 8 - first) * size:]
-        f.pack(padded.ctypes.data, target.ctypes.data, blocks, rows // 8, rows // 8 + 1, extra)
+def _heads(f, target, columns, tile_begin, tile_end):
+    stride = tile_bytes(f.kind, columns)
+    return target[tile_begin * stride:tile_end * stride].reshape(-1, stride)
 
-def _pack_decoded(type_name, data, rows, columns, target, tile_begin, tile_end):
-    from sparkinfer.formats.fast_decode import decode_into                     # here, because models whose types all have tiles never need it
-    quant, step = quant_type(type_name), max(1, (1 << 19) // columns)          # about 4 MB of floats at a time
+def _of_rows(values, rows, begin, end):
+    "Values of rows [begin, end), from one for all or one for each; rows that do not exist get 0"
+    values = np.asarray(values, np.float32).reshape(-1)
+    if values.size == 1: return values
+    out = np.zeros(end - begin, np.float32)
+    out[:min(end, rows) - begin] = values[begin:min(end, rows)]
+    return out
+
+def _pack_rows(packer, data, rows, columns, target, tile_begin, tile_end, extra, first=0, beside=None):
+    "data: rows from `first` on, uint8; beside: a second array of rows, whose address the packer gets as `extra`"
+    arrays = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (data, beside) if a is not None]
+    sizes = [a.nbytes // max(1, rows - first) for a in arrays]
+    def go(parts, begin, end): packer(parts[0].ctypes.data, target.ctypes.data, columns // 32, begin, end, parts[1].ctypes.data if beside is not None else extra)
+    whole = min(tile_end, rows // 8)
+    if whole > tile_begin: go([a[(8 * tile_begin - first) * size:] for a, size in zip(arrays, sizes)], tile_begin, whole)
+    if tile_end > whole and rows % 8:
+        padded = [np.zeros(8 * size, np.uint8) for size in sizes]
+        for p, a, size in zip(padded, arrays, sizes): p[:rows % 8 * size] = a[(rows // 8 * 8 - first) * size:(rows - first) * size]
+        go(padded, rows // 8, rows // 8 + 1)
+
+# %% ../../nbs/ops/01_linear.ipynb #lnpackd0
+def _pack_decoded(f, type_name, data, rows, columns, target, tile_begin, tile_end):
+    "Through float32, about 4 MB at a time: into tiles of levels, or as floats"
+    from sparkinfer.formats.fast_decode import decode_into                     # here, because models whose types are all repacked from their bytes never need it
+    quant, step = quant_type(type_name), max(1, (1 << 17) // columns)
     row_blocks = columns // quant.block_size
     all_blocks = data.reshape(rows * row_blocks, quant.block_bytes)
     for tile in range(tile_begin, tile_end, step):
         stop = min(8 * (tile + step), 8 * tile_end, rows)
         part = all_blocks[8 * tile * row_blocks:stop * row_blocks]
         floats = decode_into(type_name, part, np.empty(len(part) * quant.block_size, np.float32))
-        _pack_rows(FORMATS[TILE_F32], floats, stop, columns, target, tile, tile_rows(stop), False, first=8 * tile)
+        if type_name in RUN_SCALES: pack_decoded_levels(type_name, floats.reshape(-1, columns), part, target.ctypes.data, columns // 32, tile, tile_rows(stop), f.lattice)
+        else: _pack_rows(f.pack, floats, stop, columns, target, tile, tile_rows(stop), 0, first=8 * tile)
+
+def _pack_fp8(f, data, rows, columns, target, tile_begin, tile_end, scales, block):
+    "The scales of each row and group of columns spread out, times what the codes are too small by"
+    group = 4 if f.per_four else 1
+    places = np.minimum(np.arange(0, columns, 32 * group) // block[1], np.shape(scales)[-1] - 1)
+    unit = np.float32(2**8 if f.types[0].startswith('FP8/') or f.types[0] == 'FP8' else 1)
+    begin, end = 8 * tile_begin, min(8 * tile_end, rows)
+    spread = np.zeros((8 * (tile_end - tile_begin), len(places)), np.float32)
+    spread[:end - begin] = np.asarray(scales, np.float32).reshape(-1, np.shape(scales)[-1])[np.minimum(np.arange(begin, end) // block[0], len(scales) - 1)][:, places] * unit
+    note = np.array([spread.ctypes.data, group, spread.strides[0]], np.int64)
+    padded = np.zeros((len(spread), columns), np.uint8)
+    codes = data.reshape(rows, columns)[begin:end]
+    if end - begin < len(spread): padded[:end - begin] = codes; codes = padded
+    f.pack(np.ascontiguousarray(codes).ctypes.data, target.ctypes.data, columns // 32, tile_begin, tile_end, note.ctypes.data)
 
 # %% ../../nbs/ops/01_linear.ipynb #lndoorc0
 @jit
