@@ -307,7 +307,7 @@ def _place_weights(self: CpuRunner, weights, progress):
 # %% ../../nbs/models/04_cpu_runner.ipynb #ad89f723
 @patch
 def _advance(self: CpuRunner, tensor, release=True):
-    if release and self.weights.checkpoint is not None: self.weights.checkpoint.release(tensor)
+    if release: self.weights.release(tensor)
     self.done += tensor.nbytes
     if self.progress: self.progress(self.done, self.weights.nbytes)
 
