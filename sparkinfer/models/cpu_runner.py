@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MATRICES', 'VECTORS', 'ROOM', 'ONE_SPAN', 'decode_step', 'decode_step_hybrid', 'batch_step', 'batch_step_hybrid',
            'head_step', 'aligned_zeros', 'lazy_zeros', 'widths', 'buffer_sizes', 'check_shape', 'default_threads',
-           'CpuRunner', 'common_kind', 'is_plain', 'kind_bytes', 'pack_tensor', 'values_of', 'available_memory',
-           'packed_size', 'usable_in_file', 'stays_in_file', 'resident_bytes', 'runs_of']
+           'CpuRunner', 'common_kind', 'type_and_block', 'blocks_of', 'kind_bytes', 'pack_tensor', 'values_of',
+           'available_memory', 'packed_size', 'usable_in_file', 'stays_in_file', 'resident_bytes', 'runs_of']
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #f1386280
 import math
@@ -24,7 +24,7 @@ from .weights import RowGather, ScaledTensor, TensorStack
 from ..ops.attention import CHUNK, KV_F16, KV_F32, PARTIAL_HEADER
 from ..ops.gated_deltanet import delta_scratch_bytes
 from ..ops.file_rows import row_kind
-from ..ops.linear import SCRATCH_PER_BLOCK, TILE_F32, activation_bytes, matmul, matvec, open_door, pack, read_row, tile_kind, tile_rows, tile_stride
+from ..ops.linear import SCRATCH_PER_BLOCK, TILE_F32, activation_bytes, matmul, matvec, open_door, pack, read_row, tile_bytes, tile_kind, tile_rows
 from ..ops.moe_routing import route_scratch_bytes
 from ..ops.norm_rope import half_split_order, rope_table
 from ..ops.sampling import sample
@@ -358,27 +358,36 @@ def _pack(self: CpuRunner, tensor, order=None):
 # %% ../../nbs/models/04_cpu_runner.ipynb #b182d144
 def common_kind(members):
     "The kind of tile that holds all these tensors"
-    kinds = {tile_kind(t.type.name) if is_plain(t) else TILE_F32 for t in members}
+    kinds = {tile_kind(*type_and_block(t)) if blocks_of(t) is not None else TILE_F32 for t in members}
     return kinds.pop() if len(kinds) == 1 else TILE_F32
 
-def is_plain(tensor):
-    "Whether the blocks say everything: no factor, no scales of their own"
-    inner = tensor.tensor if isinstance(tensor, RowGather) else tensor
-    return not isinstance(inner, ScaledTensor) and inner.type.name in QUANT_TYPES and not getattr(inner, 'scales', None)
+def type_and_block(tensor): return tensor.type.name, getattr(tensor, 'block', None)
 
-def kind_bytes(kind, rows, columns): return tile_rows(rows) * int(tile_stride(kind, columns // 32))
+def blocks_of(tensor):
+    "What `pack` needs of a tensor beside its shape: dict(data, factor, scales, block); None where it has to be decoded"
+    if isinstance(tensor, RowGather): tensor = tensor.resolved()
+    rows, name, scales = math.prod(tensor.shape[:-1]), tensor.type.name, getattr(tensor, 'scales', {})
+    if isinstance(tensor, ScaledTensor):
+        return dict(data=tensor.data, factor=np.repeat(tensor.factor.reshape(-1), rows // tensor.factor.size)) if name == 'NVFP4' else None
+    if name == 'NVFP4_ROWS': return dict(data=tensor.data, factor=np.repeat(np.reshape(tensor.factor, -1), rows // np.size(tensor.factor)), scales=scales['block'].reshape(rows, -1))
+    if name == 'MXFP4_ROWS': return dict(data=tensor.data, scales=scales['block'].reshape(rows, -1))
+    if name.startswith('FP8'): return dict(data=tensor.data, scales=scales['weight'], block=tensor.block) if len(tensor.shape) == 2 and scales['weight'].ndim == 2 else None
+    return dict(data=tensor.data) if name in QUANT_TYPES else None
+
+def kind_bytes(kind, rows, columns): return tile_rows(rows) * tile_bytes(kind, columns)
 
 def pack_tensor(tensor, kind, order, target, begin, end):
     "Tiles [begin, end) of one tensor"
-    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
-    if is_plain(tensor) and kind == tile_kind(tensor.type.name):
-        data = tensor.data if order is None else np.ascontiguousarray(tensor.data.reshape(rows, -1)[order]).reshape(-1)
-        return pack(tensor.type.name, data, rows, columns, target, begin, end)
+    rows, columns, blocks = math.prod(tensor.shape[:-1]), tensor.shape[-1], blocks_of(tensor)
+    if blocks is not None and kind == tile_kind(*type_and_block(tensor)) and (order is None or len(blocks) == 1):
+        if order is not None: blocks['data'] = np.ascontiguousarray(tensor.data.reshape(rows, -1)[order]).reshape(-1)
+        return pack(tensor.type.name, rows=rows, columns=columns, target=target, tile_begin=begin, tile_end=end, **blocks)
     step = max(1, (1 << 19) // columns)
     for tile in range(begin, end, step):
         stop = min(8 * min(tile + step, end), rows)
         wanted = np.arange(8 * tile, stop) if order is None else order[8 * tile:stop]
-        pack('F32', np.ascontiguousarray(values_of(tensor, wanted), np.float32).reshape(-1).view(np.uint8), len(wanted), columns, target[kind_bytes(TILE_F32, 8 * tile, columns):])
+        values = np.ascontiguousarray(values_of(tensor, wanted), np.float32).reshape(-1).view(np.uint8)
+        pack('F32', values, len(wanted), columns, target[kind_bytes(TILE_F32, 8 * tile, columns):])
 
 def values_of(tensor, rows):
     "Rows of a matrix or of a stack of matrices, as float32"
@@ -404,7 +413,7 @@ def packed_size(tensor):
 def usable_in_file(config, name, tensor):
     "Whether a kernel works on the tensor where it lies"
     turned = config.rope_interleaved and name.endswith(('attn.q', 'attn.k'))
-    plain = not isinstance(tensor, (TensorStack, RowGather)) and is_plain(tensor)
+    plain = not isinstance(tensor, (TensorStack, RowGather, ScaledTensor)) and tensor.type.name in QUANT_TYPES
     return name.startswith(('layers.', 'head')) and len(tensor.shape) > 1 and plain and not turned and row_kind(tensor.type.name, *tensor.shape[-2:]) is not None
 
 def stays_in_file(weights, placement='auto', room=None):
