@@ -1,5 +1,6 @@
 """Encoders against llama.cpp's and against hostile distributions; conversion: what survives a crash, how much memory it takes, what llama.cpp says about the result"""
-import importlib.util, json, os, re, shutil, signal, subprocess, sys, time
+import importlib.util, json, os, random, re, resource, shutil, signal, subprocess, sys, time
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -13,7 +14,7 @@ from sparkinfer.formats.quantize import K_LAYOUTS, RECIPES, SIMPLE_CODES, choose
 from sparkinfer.formats.nvfp4_fp8 import decode_nvfp4, encode_nvfp4
 from sparkinfer.formats.safetensors import Deferred, open_folder, write_folder
 from sparkinfer.models.convert import convert
-from sparkinfer.models.synthetic import synth
+from sparkinfer.models.synthetic import SHAPES, synth
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = json.loads((ROOT/'data'/'reference'/'llama-cpp-quantize.json').read_text())
@@ -141,6 +142,23 @@ class TestConvert:
         counts = {mark: {len(members) for group, members in groups.items() if mark in group} for mark in ('<qkv>', '<gate up>', '<delta>')}
         assert counts == {'<qkv>': {3}, '<gate up>': {2}, '<delta>': {2} if 'qwen35' in name else set()}
 
+    @pytest.mark.parametrize('command', ['quantize smollm2 x.gguf --to F16', 'quantize smollm2 x --to BF16', 'synth qwen3-30b-a3b x.gguf --layers 1', 'synth tiny-qwen3 x --to F32'])
+    def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(self, tmp_path, command):
+        "The limit on the size of a file stands in for it: both are an OSError in the middle of a write"
+        def limited(): resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))
+        done = subprocess.run([sys.executable, '-m', 'sparkinfer', *command.split()], cwd=tmp_path, preexec_fn=limited, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.startswith('error: x') and 'cannot be written' in done.stderr and done.stderr.count('\n') == 1 and not list(tmp_path.iterdir()), done.stderr
+
+    @pytest.mark.parametrize('target', ['x.gguf', 'x'])
+    def test_an_interrupt_leaves_nothing(self, tmp_path, target):
+        code = f"import time\nfrom sparkinfer.models.convert import convert\nconvert('smollm2', {target!r}, 'F16', progress=lambda *a: time.sleep(.02))"
+        child = subprocess.Popen([sys.executable, '-c', code], cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+        deadline = time.time() + 60
+        while not list(tmp_path.glob(f'.{target}.*.part')) and time.time() < deadline: time.sleep(.02)
+        assert list(tmp_path.iterdir())
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) and 'KeyboardInterrupt' in child.stderr.read() and not list(tmp_path.iterdir())
+
     def test_a_killed_conversion_leaves_no_target_and_no_rest_for_long(self, tmp_path):
         target = tmp_path/'x.gguf'
         code = f"import time\nfrom sparkinfer.models.convert import convert\nconvert('smollm2', {str(target)!r}, 'F16', progress=lambda *a: time.sleep(.02))"
@@ -183,3 +201,69 @@ class TestConvert:
         write_gguf(tmp_path/'a.gguf', {'general.architecture': 'llama'}, {'blk.0.attn_q.weight': x})
         with pytest.raises(FormatError): convert(tmp_path/'a.gguf', tmp_path/'b.gguf', 'Q4_K_M')
         assert [p.name for p in tmp_path.iterdir()] == ['a.gguf']
+
+
+# ---- sources from strangers
+
+WEIRD = [None, -1, 0, 2**63, 1.5, 1e300, 'x', '', [], {}, [[]], True, {'a': 1}, '\x1b[2J\n', 10**30]
+
+def spoiled(value, rng):
+    "The JSON value with one thing in it another: a key gone or renamed, an element doubled, a number multiplied, a list where a string was"
+    if isinstance(value, dict) and value and rng.random() < .9:
+        key, what = rng.choice(list(value)), rng.random()
+        if what < .15: value.pop(key)
+        elif what < .25: value[key + rng.choice('x\n')] = value.pop(key)
+        else: value[key] = spoiled(value[key], rng)
+        return value
+    if isinstance(value, list) and value and rng.random() < .85:
+        i, what = rng.randrange(len(value)), rng.random()
+        if what < .1: value.pop(i)
+        elif what < .2: value.append(value[i])
+        else: value[i] = spoiled(value[i], rng)
+        return value
+    if type(value) is int and rng.random() < .6: return rng.choice([value + 1, value - 1, value * 2, value // 2, -value, value * 1000])
+    return rng.choice(WEIRD)
+
+@pytest.fixture(scope='module')
+def small_models(tmp_path_factory):
+    "{name: (folder, GGUF file)} of families with everything in them, as small as they can be"
+    where, made = tmp_path_factory.mktemp('small'), {}
+    for name in ('tiny-llama', 'tiny-qwen35moe', 'tiny-qwen3next'):
+        s = SHAPES[name]
+        s = replace(s, hidden=64, heads=2, kv_heads=1, head_dim=32, vocab=400, intermediate=64 * bool(s.intermediate), experts=4 * bool(s.experts), expert_size=64 * bool(s.experts), shared_size=64 * bool(s.shared_size), **(dict(rope_dim=16, key_heads=1, value_heads=2, linear_size=32) if s.hybrid else dict(layers=1)))
+        SHAPES['tiny-small'] = s
+        try: synth('tiny-small', where/name, 'safetensors'), synth('tiny-small', where/f'{name}.gguf', to='F16')
+        finally: del SHAPES['tiny-small']
+        made[name] = where/name, where/f'{name}.gguf'
+    return made
+
+def converts_or_refuses(source, target, to):
+    "True when it converted. Any exception but ours, and anything that is left, is a fault"
+    try:
+        with np.errstate(all='ignore'): convert(source, target, to)
+    except SparkinferError as e:
+        assert '\n' not in str(e) and '\x1b' not in str(e) and len(str(e)) < 3000
+        assert not target.exists() and not list(target.parent.glob('.*'))
+        return False
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    return True
+
+@pytest.mark.parametrize('name', ['tiny-llama', 'tiny-qwen35moe', 'tiny-qwen3next'])
+def test_spoiled_sources_convert_or_are_refused(small_models, name, tmp_path):
+    folder, file = small_models[name]
+    rng, done, count = random.Random(name), 0, 60
+    for i in range(count):
+        target, to = [(tmp_path/'x.gguf', 'Q8_0'), (tmp_path/'x', 'NVFP4'), (tmp_path/'x', 'BF16')][i % 3]
+        if i % 2:
+            shutil.copytree(folder, tmp_path/'m', dirs_exist_ok=True)
+            text = rng.choice(['config.json', 'config.json', 'tokenizer.json', 'tokenizer_config.json'])
+            (tmp_path/'m'/text).write_text(json.dumps(spoiled(json.loads((folder/text).read_text()), rng)))
+            done += converts_or_refuses(tmp_path/'m', target, to)
+        else:
+            with open_gguf(file) as checkpoint:
+                metadata = spoiled({key: value.tolist() if hasattr(value, 'tolist') else value for key, value in checkpoint.metadata.items()}, rng)
+                if not isinstance(metadata, dict): continue
+                try: write_gguf(tmp_path/'m.gguf', {key: value for key, value in metadata.items() if value is not None and value != {}}, checkpoint.tensors, overwrite=True)
+                except FormatError: continue
+            done += converts_or_refuses(tmp_path/'m.gguf', target, to)
+    assert 0 < done < count, 'the damage must be neither harmless nor all fatal, or it tests nothing'

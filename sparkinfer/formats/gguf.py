@@ -426,7 +426,7 @@ def pack_value(key, kind, value):
         if inner in ('string', 'array'): return head + b''.join(pack_value(key, inner, v) for v in value)
         if not isinstance(value, np.ndarray): return head + struct.pack(f'<{len(value)}{NUMBER_CODES[inner]}', *value)
         return head + value.astype(np.dtype(inner).newbyteorder('<')).tobytes()
-    except (struct.error, AttributeError, TypeError, KeyError, ValueError) as e:
+    except (struct.error, AttributeError, TypeError, KeyError, ValueError, OverflowError) as e:
         raise FormatError(f'key {key!r}: {value!r:.60} cannot be stored as {kind}') from e
 
 # %% ../../nbs/formats/01_gguf.ipynb #7dcadbdd

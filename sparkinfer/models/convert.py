@@ -8,15 +8,16 @@ __all__ = ['ARCHITECTURES', 'HYBRID', 'MODEL_NAMES', 'LAYER_NAMES', 'MTP_NAMES',
            'SIDE_FILES', 'Part', 'changed', 'rearranged', 'stacked', 'layer_of_stack', 'layer_names', 'to_gguf_name',
            'to_hf_name', 'Heads', 'rope_order', 'value_order', 'inverse', 'Change', 'rows_in', 'columns_in', 'changes',
            'next_orders', 'needed', 'full_interval', 'rope_entries', 'llama3_factors', 'text_config', 'gguf_metadata',
-           'hf_config', 'rule_of', 'gguf_tokenizer', 'write_hf_tokenizer', 'Model', 'gguf_model', 'expert_parts',
-           'folder_model', 'inner_name', 'layer_number', 'open_model_parts', 'hf_parts', 'fused_qkvz', 'threads',
-           'releaser', 'shared_out', 'blocks_of', 'factors_of', 'nvfp4_entries', 'gguf_types', 'Conversion',
-           'type_before', 'write_as_gguf', 'counted', 'sweep', 'need_room', 'folder_kind', 'folder_maps', 'group_of',
-           'stays', 'shared_largest', 'by_threads', 'deferred', 'unfused', 'write_as_folder', 'convert']
+           'hf_config', 'rule_of', 'gguf_tokenizer', 'write_hf_tokenizer', 'Model', 'understanding', 'gguf_model',
+           'expert_parts', 'folder_model', 'inner_name', 'layer_number', 'open_model_parts', 'hf_parts', 'fused_qkvz',
+           'threads', 'releaser', 'shared_out', 'blocks_of', 'factors_of', 'nvfp4_entries', 'gguf_types', 'Conversion',
+           'type_before', 'write_as_gguf', 'counted', 'sweep', 'writing', 'need_room', 'folder_kind', 'folder_maps',
+           'group_of', 'stays', 'shared_largest', 'by_threads', 'deferred', 'unfused', 'write_as_folder', 'convert']
 
 # %% ../../nbs/models/06_convert.ipynb #9a7ff8c2
 import json, os, re, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -26,7 +27,7 @@ import numpy as np
 import tokenizers as hf
 from ..errors import FormatError, SparkinferError, UnsupportedError
 from ..formats.blocks import quant_type
-from ..formats.gguf import Tensor, size_text, write_gguf
+from ..formats.gguf import Tensor, printable, size_text, write_gguf
 from ..formats.nvfp4_fp8 import encode_mxfp4, encode_nvfp4, largest_size
 from ..formats.quantize import PIECE, SIMPLE_CODES, choose_type, encode, read_maps, recipe
 from ..formats.safetensors import QUANTISED, Deferred, kind_of, open_checkpoint, to_blocks, write_folder
@@ -68,6 +69,7 @@ def changed(part, change, shape=None):
 
 def rearranged(part, order):
     "The part with row order[i] in place i"
+    if len(order) > part.shape[0] or len(order) and order.max() >= part.shape[0]: raise FormatError(f'{part.name} has {part.shape[0]} rows, and by the sizes in the metadata it should have {max(len(order), order.max() + 1)}')
     return replace(part, shape=(len(order), *part.shape[1:]), read=lambda rows: part.read(order[rows]), tensor=None, members=(), factor=None)
 
 def stacked(name, parts):
@@ -164,7 +166,11 @@ class Change:
     to_hf: Callable
 
 def rows_in(order): return Change(lambda p: rearranged(p, order), lambda p: rearranged(p, inverse(order)))
-def columns_in(order): return Change(lambda p: changed(p, lambda v: v[..., order]), lambda p: changed(p, lambda v: v[..., inverse(order)]))
+def columns_in(order):
+    def taken(p, order):
+        if len(order) != p.shape[-1] or order.max() >= len(order): raise FormatError(f'{p.name} has {p.shape[-1]} columns, and by the sizes in the metadata it should have {order.max() + 1}')
+        return changed(p, lambda v: v[..., order])
+    return Change(lambda p: taken(p, order), lambda p: taken(p, inverse(order)))
 
 ONE_ADDED = Change(lambda p: changed(p, lambda v: v + 1), lambda p: changed(p, lambda v: v - 1))
 DECAY = Change(lambda p: changed(p, lambda v: -np.exp(v)), lambda p: changed(p, lambda v: np.log(-v)))
@@ -341,7 +347,7 @@ def write_hf_tokenizer(metadata, folder):
     named = {f'{word}_token': tokens[metadata[f'tokenizer.ggml.{key}_token_id']] for key, word in (('bos', 'bos'), ('eos', 'eos'), ('padding', 'pad')) if f'tokenizer.ggml.{key}_token_id' in metadata}
     if metadata.get('tokenizer.ggml.add_bos_token', rule.add_bos) and 'bos_token' in named:
         tokenizer.post_processor = hf.processors.TemplateProcessing(single=f'{named["bos_token"]} $A', pair=f'{named["bos_token"]} $A $B', special_tokens=[(named['bos_token'], metadata['tokenizer.ggml.bos_token_id'])])
-    tokenizer.save(str(folder / 'tokenizer.json'))
+    (folder / 'tokenizer.json').write_text(tokenizer.to_str(pretty=True), 'utf-8')
     settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False, 'model_max_length': int(metadata.get(f'{metadata["general.architecture"]}.context_length', 1 << 20))} | named
     (folder / 'tokenizer_config.json').write_text(json.dumps(settings, indent=2, ensure_ascii=False) + '\n', 'utf-8')
     template = metadata.get('tokenizer.chat_template')
@@ -364,6 +370,13 @@ class Model:
     def trunk_layers(self): return int(self.metadata.get(f'{self.architecture}.block_count', 0)) - int(self.metadata.get(f'{self.architecture}.nextn_predict_layers', 0))
     @property
     def tied(self): return 'output.weight' not in self.parts
+
+@contextmanager
+def understanding(what):
+    """FormatError naming `what` when translating it ends in an error of any other kind: names, numbers and nested values of config.json, tokenizer files and GGUF keys come from strangers, and each of them may be missing, or a list where a number belongs"""
+    try: yield
+    except (SparkinferError, OSError, MemoryError): raise
+    except Exception as e: raise FormatError(f'{what} cannot be understood: {type(e).__name__}, {printable(str(e))}') from e
 
 LEFT_OUT = ('model.visual.*', 'visual.*', '*.rotary_emb.inv_freq')
 EXPERT = re.compile(r'(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight')
@@ -435,7 +448,8 @@ def layer_number(name): return int(name.split('.')[1]) if name.startswith('blk.'
 def open_model_parts(source):
     "A `Model` of whatever lies at `source`: a path or any name that `model_store` knows"
     checkpoint = open_checkpoint(resolve(source))
-    return folder_model(checkpoint) if 'config' in checkpoint.metadata else gguf_model(checkpoint)
+    if 'config' not in checkpoint.metadata: return gguf_model(checkpoint)
+    with understanding(f'{checkpoint.path}: config.json or tokenizer.json'): return folder_model(checkpoint)
 
 # %% ../../nbs/models/06_convert.ipynb #567018cf
 def hf_parts(model):
@@ -572,7 +586,8 @@ def type_before(part): return part.tensor.type.name if part.tensor is not None e
 
 def write_as_gguf(model, target, to, maps=(), refit=False, progress=None):
     "Write a `Model` to a GGUF file; see `convert`"
-    types, k_method = gguf_types(model, to, maps), 'lloyd' if refit else 'search'
+    with understanding(f'{model.source.path}: its metadata' if model.source is not None else 'the metadata'): types = gguf_types(model, to, maps)
+    k_method = 'lloyd' if refit else 'search'
     release, tensors = releaser(model.source), {}
     for name, part in model.parts.items():
         quant = quant_type(types[name])
@@ -606,6 +621,13 @@ def sweep(target):
         pid = left.name.split('.')[-2]
         if not pid.isdigit() or Path(f'/proc/{pid}').exists() or not Path('/proc/self').exists(): continue
         shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+@contextmanager
+def writing(target):
+    "A disk that fills up, a limit on the size of files, a folder without permission: SparkinferError that names the target, which the writers have removed by then"
+    try: yield
+    except SparkinferError: raise
+    except OSError as e: raise SparkinferError(f'{target} cannot be written: {e.strerror or e}. Nothing is left of it') from e
 
 def need_room(target, nbytes):
     "SparkinferError when the disk has less than `nbytes` free: better now than after an hour"
@@ -700,9 +722,10 @@ def write_as_folder(checkpoint, target, to, layout='modelopt', maps=(), progress
     with tempfile.TemporaryDirectory() as scratch:
         if isinstance(checkpoint, Model):
             plain = to if to not in QUANTISED else 'BF16'
-            config, generation = hf_config(checkpoint.metadata, checkpoint.tied, {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32'}[plain]), None
-            parts = hf_parts(checkpoint)
-            files = write_hf_tokenizer(checkpoint.metadata, Path(scratch))
+            with understanding(f'{checkpoint.source.path}: its metadata' if checkpoint.source is not None else 'the metadata'):
+                config, generation = hf_config(checkpoint.metadata, checkpoint.tied, {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32'}[plain]), None
+                parts = hf_parts(checkpoint)
+                files = write_hf_tokenizer(checkpoint.metadata, Path(scratch))
         else:
             parts, config, generation = unfused(checkpoint.tensors), checkpoint.metadata['config'], checkpoint.metadata.get('generation_config')
             home = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
@@ -737,9 +760,9 @@ def convert(source, target, to='Q4_K_M', maps=(), refit=False, *, layout='modelo
         pairs = read_maps(maps)
         recipe(to)
         model = open_model_parts(source)
-        with model.source: done = write_as_gguf(model, target, to, pairs, refit, progress)
+        with model.source, writing(target): done = write_as_gguf(model, target, to, pairs, refit, progress)
     else:
         if refit: raise UnsupportedError('refit is for the K types of a GGUF file, not for a folder')
-        with open_checkpoint(resolve(source)) as checkpoint: done = write_as_folder(checkpoint, target, str(to).upper(), layout, maps, progress)
+        with open_checkpoint(resolve(source)) as checkpoint, writing(target): done = write_as_folder(checkpoint, target, str(to).upper(), layout, maps, progress)
     done.seconds = time.perf_counter() - began
     return done

@@ -22,7 +22,7 @@ from ..formats.gguf import write_gguf
 from ..formats.nvfp4_fp8 import NVFP4_LARGEST
 from ..formats.quantize import SIMPLE_CODES, encode
 from ..formats.safetensors import Deferred, write_folder
-from .convert import FOLDER_KINDS, Conversion, Model, Part, counted, folder_kind, hf_config, hf_parts, need_room, write_as_folder, write_as_gguf, write_hf_tokenizer
+from .convert import FOLDER_KINDS, Conversion, Model, Part, counted, folder_kind, hf_config, hf_parts, need_room, write_as_folder, write_as_gguf, write_hf_tokenizer, writing
 from ..text.tokenizer import BYTE_TO_CHAR, CONTROL, NORMAL
 
 # %% ../../nbs/models/03_synthetic.ipynb #0a6b48e2
@@ -240,9 +240,9 @@ def synth(shape, out, format='gguf', layers=None, *, to=None, seed=0, progress=N
     if out.exists(): raise SparkinferError(f'{out} exists already; choose another name')
     if format not in ('gguf', 'safetensors'): raise UnsupportedError(f"format is {format!r}, and can be 'gguf' or 'safetensors'")
     model = Model(model_metadata(s, shape), {name: part_of(s, name, size, seed) for name, size in tensor_shapes(s).items()})
-    if format == 'gguf': return write_as_gguf(model, out, to, progress=progress) if to else write_mix(s, model, out, seed, progress)
-    if to or s.tiny: return write_as_folder(model, out, to or 'BF16', progress=progress)
-    return write_bulk_folder(model, out, progress)
+    with writing(out):
+        if format == 'gguf': return write_as_gguf(model, out, to, progress=progress) if to else write_mix(s, model, out, seed, progress)
+        return write_as_folder(model, out, to or 'BF16', progress=progress) if to or s.tiny else write_bulk_folder(model, out, progress)
 
 def write_mix(s, model, out, seed=0, progress=None):
     "A GGUF file in the usual mix of types: tiny values are encoded, large tensors come from the pool"
