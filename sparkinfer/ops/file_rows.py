@@ -227,11 +227,17 @@ def _end_halves(action, total, dots, more_dots, offset, scale, more_scale, targe
     store(t + 32, more_scale)
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #c3f4b561
+# %% ../../nbs/ops/09_file_rows.ipynb #60a23281
 @jit(forceinline=True)
 def _fetch_ahead(base, stride, done, lines):
     "Ask for `lines` cache lines of what follows these eight rows; `done` says how many bytes were asked for before"
     for line in range(lines): prefetch(base + 8 * stride + 4096 + done + 64 * line)
+
+@jit(forceinline=True)
+def _fetch_rows_ahead(p, stride, lines):
+    "Ask for `lines` cache lines of each row, sixteen rows after the eight that are at `p`"
+    for r in range(16, 24):
+        for line in range(lines): prefetch(p + r * stride + 64 * line)
 
 # %% ../../nbs/ops/09_file_rows.ipynb #248c607f
 _f = np.float32
@@ -339,7 +345,7 @@ def rows_q5_k(action, base, begin, end, blocks, target):
         p += 176
     return total
 
-# %% ../../nbs/ops/09_file_rows.ipynb #81173c6a
+# %% ../../nbs/ops/09_file_rows.ipynb #21ac5483
 @jit(forceinline=True)
 def _times_signed_byte(d, words, k): return mul(d, to_f32x8(shift_signed(shift_left(words, 24 - 8 * k), 24)))
 
@@ -367,7 +373,7 @@ def rows_q6_k(action, base, begin, end, blocks, target):
     stride, p = 210 * (blocks // 8), base + 210 * (begin // 8)
     total = zero_f32x8()
     for block in range(begin, end, 8):
-        _fetch_ahead(base, stride, 210 * block, 27)
+        _fetch_rows_ahead(p, stride, 4)
         d = half_of_rows(p + 208, stride)
         s0, s1, s2, s3 = words16(p + 192, stride)
         total = _q6_k_half(action, total, d, s0, s1, p, p + 128, stride, target, block, begin, blocks)
