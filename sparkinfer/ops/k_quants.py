@@ -16,8 +16,8 @@ __all__ = ['load_u8x8', 'load_i8x8', 'shift_left', 'shift_right', 'shift_signed'
            'pack_q3_k', 'tile_q3_k', 'unpack_q3_k', 'pack_q2_k', 'tile_q2_k', 'unpack_q2_k', 'lookup', 'shift_bits',
            'as_floats', 'plain_levels', 'tile_nvfp4', 'unpack_nvfp4', 'tile_levels_256_16', 'unpack_levels_256_16',
            'pack_iq4_nl', 'pack_iq4_xs', 'pack_mxfp4', 'pack_nvfp4', 'pack_nvfp4_rows', 'pack_mxfp4_rows',
-           'write_heads', 'pack_lattice', 'pack_decoded_levels', 'float_tiles', 'pack_f32', 'pack_bf16', 'pack_f16',
-           'pack_fp8']
+           'write_heads', 'size_of', 'pack_lattice', 'pack_decoded_levels', 'float_tiles', 'pack_f32', 'pack_bf16',
+           'pack_f16', 'pack_fp8']
 
 # %% ../../nbs/ops/08_k_quants.ipynb #k8imp0000
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ import numpy as np
 from ..jit import jit
 from .simd import (HAS_AVX2, HAS_VNNI, SIGNED, UNSIGNED, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit, fma, high_nibble,
                                  i8x32, i16x16, i32x8, load_f16, load_f16x8, load_f32, load_f32x8, load_i64, load_i8x32, load_i32x8, load_u8, low_nibble, mul, prefetch,
-                                 splat, store, store_i8x8, to_f32x8, zero_f32x8, _call, _f16_to_f32, _indices, _load, _make_load, _splat, _store)
+                                 round_i32x8, splat, store, store_i8x8, to_f32x8, zero_f32x8, _call, _f16_to_f32, _indices, _load, _make_load, _splat, _store)
 
 _f = np.float32
 
@@ -57,6 +57,7 @@ def either(typingctx, x, y):
 
 load_i16 = _make_load(types.int16, ir.IntType(16))
 
+# %% ../../nbs/ops/08_k_quants.ipynb #k8wordsd0
 @intrinsic
 def store_i16x8(typingctx, address, value):
     "Write the low 16 bits of eight int32 lanes"
@@ -125,9 +126,10 @@ FORM_BYTES = {WIDE: 320, PLAIN: 320, HALVES: 320, HALVES_MIN: 384, FLOATS: 1024}
 
 @dataclass(frozen=True)
 class TileFormat:
-    """How weights of some types lie in memory. kind: its number; types: names; columns: what a row must be a multiple of; nbytes: of 8 rows × 32 columns; form: what it unpacks to.
-    pack(source, target, num_blocks, tile_begin, tile_end, extra): rows at `source`, from row 8 · tile_begin on, to the tiles at `target` (the first tile of the matrix);
-    tile(weights, record, num_blocks) -> f32x8; unpack(weights, block_begin, block_end, num_blocks, scratch), or None for tiles that lie there in their form. A block is 32 columns"""
+    """How weights of some types lie in memory. A block is 32 columns.
+    kind: its number; types: names; columns: what a row must be a multiple of; nbytes: of 8 rows × 32 columns; form: what it unpacks to;
+    pack(source, target, num_blocks, tile_begin, tile_end, extra): rows at `source`, from row 8 · tile_begin on, to the tiles at `target` (the matrix's first);
+    tile(weights, record, num_blocks) -> f32x8; unpack(weights, block_begin, block_end, num_blocks, scratch), or None for tiles that lie there in their form"""
     kind: int
     types: tuple
     columns: int
@@ -173,6 +175,7 @@ def _half_blocks(scratch, q, d, starts, has_min):
         t = fma(load_f32x8(scratch + 352), to_f32x8(splat_i32(starts + 4)), t)
     return t
 
+# %% ../../nbs/ops/08_k_quants.ipynb #k8sgnd000
 @jit(forceinline=True)
 def _four_rows_halves(scratch, record, stride, num_blocks, out, out_stride, has_min):
     q0, to_d, to_starts = record + 128 * num_blocks, 32 * num_blocks, 44 * num_blocks
@@ -206,7 +209,8 @@ def four_rows_halves_min(scratch, record, stride, num_blocks, out, out_stride):
 # %% ../../nbs/ops/08_k_quants.ipynb #k8q4kp000
 @jit
 def unpack_k_scales(words, target):
-    """d, dmin and the 12 bytes of 6-bit numbers of Q4_K and Q5_K. words: four registers as `transpose_8x4` leaves them (d and dmin; 4 scales; 4 minima; what belongs to the other 4 of each)
+    """d, dmin and the 12 bytes of 6-bit numbers of Q4_K and Q5_K.
+    words: four registers as `transpose_8x4` leaves them (d and dmin; 4 scales; 4 minima; what belongs to the other 4 of each)
     -> at `target` d[8], −dmin[8], 8 × 8 scales, 8 × 8 minima (160 bytes; may be the same memory, all is read first)"""
     d, first, second, third = load_i32x8(words), load_i32x8(words + 32), load_i32x8(words + 64), load_i32x8(words + 96)
     store_i16x8(target, d)
@@ -265,6 +269,7 @@ def tile_q4_k(weights, record, num_blocks):
         weights += 1184
     return total
 
+# %% ../../nbs/ops/08_k_quants.ipynb #k8q4ku000
 @jit(forceinline=True)
 def _place(c):
     "Where the form WIDE has register c (weights 4c … 4c + 3)"
@@ -298,6 +303,7 @@ def pack_q5_k(source, target, num_blocks, tile_begin, tile_end, extra):
             for c in range(5): transpose_8x8(s + 16 + 32 * c, row, w + 160 + 256 * c, 32)
             s += 176; w += 1440
 
+# %% ../../nbs/ops/08_k_quants.ipynb #k8q5kt000
 @jit(forceinline=True)
 def _five_bit_runs(weights, run, q, total, d, s):
     "Two runs of 32. `run` is a constant, or the shifts would be slow. An AVX2 accumulator holds four products of 5-bit weights"
@@ -410,6 +416,7 @@ def _sixteen_six_bits(at, q):
     b = dot_add(UNSIGNED, dot_add(UNSIGNED, b, third[3], broadcast_i8x4(q + 104)), fourth[3], broadcast_i8x4(q + 108))
     return r0, r1, r2, add(dot_total(UNSIGNED, a), dot_total(UNSIGNED, b))
 
+# %% ../../nbs/ops/08_k_quants.ipynb #k8q6kv000
 @jit(forceinline=True)
 def _signed_scale(tile, half): return mul(load_f16x8(tile), to_f32x8(load_i8x8(tile + 16 + 8 * half)))
 
@@ -441,6 +448,7 @@ def tile_q6_k(weights, record, num_blocks):
         weights += 1680; d += 32; starts += 64
     return total
 
+# %% ../../nbs/ops/08_k_quants.ipynb #k8q6ku000
 @jit
 def unpack_q6_k(weights, block_begin, block_end, num_blocks, scratch):
     "Q6_K tile -> HALVES. Blocks in whole superblocks of 8"
@@ -723,7 +731,9 @@ tile_mxfp4, unpack_mxfp4 = plain_levels(_scale_mxfp4, _nibbles_mxfp4)
 
 # %% ../../nbs/ops/08_k_quants.ipynb #k8luti000
 @jit(forceinline=True)
-def _scale_nvfp4(tile, half): return mul(mul(as_floats(shift_left(load_u8x8(tile + HEAD + 288 * (half // 4) + 8 * (half % 4)), 20)), splat(_f(2.**119))), _factors(tile))
+def _scale_nvfp4(tile, half):
+    codes = load_u8x8(tile + HEAD + 288 * (half // 4) + 8 * (half % 4))
+    return mul(mul(as_floats(shift_left(codes, 20)), splat(_f(2.**119))), _factors(tile))
 
 @jit(forceinline=True)
 def _add_scaled_halves(total, scale, more_scale, dots, more_dots, d):
@@ -825,6 +835,7 @@ def pack_mxfp4(source, target, num_blocks, tile_begin, tile_end, extra):
             transpose_8x4(s + 1, row, w + 8, 32)
             s += 17; w += 136
 
+# %% ../../nbs/ops/08_k_quants.ipynb #k8lutq001
 @jit
 def _store_ue4m3(source, stride, target):
     "Four scale bytes of each of eight rows, row after row for each of the four"
@@ -860,7 +871,7 @@ def _side_by_side(first, second, target):
 
 @jit
 def pack_nvfp4_rows(source, target, num_blocks, tile_begin, tile_end, extra):
-    "NVFP4 of a folder: `source` has 16 bytes of codes per 32 weights, `extra` is the address of the scales, two bytes per 32 weights. Both begin at row 8 · tile_begin. NaN scales (0x7f) count as 0"
+    "NVFP4 of a folder: 16 bytes of codes per 32 weights at `source`, two scale bytes at `extra`, both from row 8 · tile_begin on. NaN scales (0x7f) count as 0"
     row, scale_row = num_blocks * 16, num_blocks * 2
     for t in range(tile_begin, tile_end):
         s, e, w = source + (t - tile_begin) * 8 * row, extra + (t - tile_begin) * 8 * scale_row, target + t * (HEAD + num_blocks * 144) + HEAD
@@ -904,16 +915,17 @@ RUN_SCALES = {
     'Q1_0': (lambda b: _shorts(b, 0, 2)[:, 0], _ones(4)), 'Q2_0': (lambda b: _shorts(b, 0, 2)[:, 0], _ones(2))}
 
 # %% ../../nbs/ops/08_k_quants.ipynb #k8lattl00
-def _both_signs(*sizes): return tuple(sorted(sign * size for sign in (-1, 1) for size in sizes))
-
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)              # doubled
 _UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_EIGHTHS = dict.fromkeys(('IQ1_S', 'IQ1_M'), (_both_signs(1, 7, 9), .125))      # −1, 0 and 1, an eighth up or down
 
-# type: (levels, unit)
+def _both_signs(*sizes): return sizes + (0,) * (8 - len(sizes)) + tuple(-size for size in sizes)
+
+# type: (levels by code, unit)
 LEVELS = {'IQ4_NL': (_UNEVEN, 1.), 'IQ4_XS': (_UNEVEN, 1.), **dict.fromkeys(('NVFP4', 'MXFP4', 'NVFP4_ROWS', 'MXFP4_ROWS'), (_E2M1, 1.)),
           **dict.fromkeys(('IQ2_XXS', 'IQ2_XS', 'IQ2_S'), (_both_signs(8, 25, 43), .125)), 'IQ3_XXS': (_both_signs(4, 12, 20, 28, 36, 44, 52, 62), .25),
-          'IQ3_S': (_both_signs(*range(1, 16, 2)), 1.), **_EIGHTHS, **dict.fromkeys(('TQ1_0', 'TQ2_0', 'Q2_0'), ((-1, 0, 1, 2), 1.)), 'Q1_0': ((-1, 1), 1.)}
+          'IQ3_S': (_both_signs(*range(1, 16, 2)), 1.), **dict.fromkeys(('IQ1_S', 'IQ1_M'), (_both_signs(1, 7, 9), .125)),       # −1, 0 and 1, an eighth up or down
+          **dict.fromkeys(('TQ1_0', 'TQ2_0', 'Q2_0', 'Q1_0'), (_both_signs(0, 1, 2), 1.))}
+_SHIFT = {'IQ2_XXS': 3, 'IQ2_XS': 3, 'IQ2_S': 3, 'IQ3_XXS': 2}                 # bits of a size that may go without two sizes becoming one
 
 def write_heads(heads, type_name, factor=1.0):
     "The first 64 bytes of tiles. heads: (tiles, ≥ 64) uint8; factor: one number, or (8 · tiles,) float32, a number for each row"
@@ -925,38 +937,53 @@ def write_heads(heads, type_name, factor=1.0):
     heads[:, 32:64] = np.ascontiguousarray(factors).view(np.uint8).reshape(-1, 32)
 
 # %% ../../nbs/ops/08_k_quants.ipynb #k8lattk00
+@intrinsic
+def size_of(typingctx, x):
+    "Signed bytes without their sign"
+    def codegen(context, b, signature, args): return _call(b, 'llvm.abs.v32i8', i8x32.llvm, [args[0], ir.Constant(ir.IntType(1), 0)])
+    return i8x32(i8x32), codegen
+
+@jit(forceinline=True)
+def _level_codes(levels, ranks, shift):
+    return bits_or(lookup(ranks, mask(shift_bits(size_of(levels), shift), 15)), mask(shift_right(levels, 4), 8))
+
 @jit
-def pack_lattice(weights, d, scales, codes, per_run, in_d, unit, size, place, target, num_blocks, tile_begin, tile_end):
-    """Decoded rows to tiles of levels. weights: (rows, columns) float32, from row 8 · tile_begin on; d: (rows, columns / in_d) uint16; scales: (rows, columns / per_run) uint8;
-    codes: uint8 (256,), the code of level v at 128 + v. A tile has `size` bytes for each `in_d` weights of eight rows: d, scale bytes (if in_d is 256), at `place` the nibbles"""
-    stride = HEAD + num_blocks * 32 // in_d * size
-    rows, runs = len(weights), in_d // per_run
-    for row in range(rows):
-        lane, base = row % 8, target + (tile_begin + row // 8) * stride + HEAD
-        for k in range(num_blocks * 32 // in_d):
-            store(base + k * size + 2 * lane, d[row, k])
-            factor = load_f16(base + k * size + 2 * lane) * unit
-            for run in range(runs):
-                if in_d == 256: store(base + k * size + 16 + 8 * run + lane, scales[row, k * runs + run])
-                scale = factor * _f(scales[row, k * runs + run])
-                inverse = _f(1) / scale if scale != _f(0) else _f(0)
-                for j in range(per_run):
-                    column = run * per_run + j
-                    level = np.int64(np.rint(weights[row, k * in_d + column] * inverse))
-                    at = base + k * size + place + column // 32 * 128 + column % 16 // 4 * 32 + 4 * lane + column % 4
-                    store(at, np.uint8(load_u8(at) | codes[(128 + level) & 255] << (column % 32 // 16 * 4)))
+def pack_lattice(weights, d, scales, ranks, shift, per_run, in_d, unit, size, place, target, num_blocks, tile_begin):
+    """Decoded rows to tiles of levels. weights: (rows, columns) float32, from row 8 · tile_begin on; d: (rows, columns / in_d) uint16;
+    scales: (rows, columns / per_run) uint8; ranks: uint8 (32,), the rank of size v at v >> shift, twice.
+    A tile has `size` bytes for each `in_d` weights of eight rows: d, scale bytes (if in_d is 256), at `place` the nibbles"""
+    stride, levels, registers, blocks_in_d = HEAD + num_blocks * 32 // in_d * size, np.zeros(256, np.int8), np.zeros(256, np.uint8), in_d // 32
+    for row in range(0, len(weights), 8):
+        levels[32 * min(8, len(weights) - row):] = 0                           # rows that do not exist
+        for block in range(num_blocks):
+            w = target + (tile_begin + row // 8) * stride + HEAD + block // blocks_in_d * size
+            for lane in range(min(8, len(weights) - row)):
+                store(w + 2 * lane, d[row + lane, block // blocks_in_d])
+                x = weights.ctypes.data + 4 * ((row + lane) * 32 * num_blocks + 32 * block)
+                for k in range(4):
+                    run = (32 * block + 8 * k) // per_run
+                    scale = load_f16(w + 2 * lane) * unit * _f(scales[row + lane, run])
+                    if in_d == 256: store(w + 16 + 8 * (run % (256 // per_run)) + lane, scales[row + lane, run])
+                    inverse = _f(1) / scale if scale != _f(0) else _f(0)
+                    store_i8x8(levels.ctypes.data + 32 * lane + 8 * k, round_i32x8(mul(load_f32x8(x + 32 * k), splat(inverse))))
+            transpose_8x8(levels.ctypes.data, 32, registers.ctypes.data, 32)
+            table = load_i8x32(ranks.ctypes.data)
+            for c in range(4):
+                low, high = load_i8x32(registers.ctypes.data + 32 * c), load_i8x32(registers.ctypes.data + 128 + 32 * c)
+                store(w + place + block % blocks_in_d * 128 + 32 * c, bits_or(_level_codes(low, table, shift), shift_left(_level_codes(high, table, shift), 4)))
 
 # %% ../../nbs/ops/08_k_quants.ipynb #k8lattp00
-def pack_decoded_levels(type_name, weights, blocks, target, num_blocks, tile_begin, tile_end, shape):
-    "weights: decoded rows from 8 · tile_begin on (rows, columns); blocks: the same in the file (rows · n, block_bytes); target: address of zeroed tiles; shape: (weights per d, per scale, bytes, place of nibbles)"
+def pack_decoded_levels(type_name, weights, blocks, target, num_blocks, tile_begin, shape):
+    """weights: decoded rows from 8 · tile_begin on (rows, columns); blocks: the same in the file (rows · n, block_bytes); target: address of zeroed tiles;
+    shape: (weights per d, weights per scale, bytes, place of nibbles)"""
     in_d, per_run, size, place = shape
-    levels, unit = LEVELS[type_name]
-    codes = np.zeros(256, np.uint8)
-    codes[np.array(levels) + 128] = np.arange(len(levels))
+    (levels, unit), shift, ranks = LEVELS[type_name], _SHIFT.get(type_name, 0), np.zeros(16, np.uint8)
+    for code, level in reversed(list(enumerate(levels[:8]))): ranks[level >> shift] = code
     bits, scales = (f(blocks) for f in RUN_SCALES[type_name])
     rows, columns = weights.shape
     d = np.repeat(bits.reshape(rows, -1), columns // (in_d * bits.size // rows), axis=1)
-    pack_lattice(weights, d.astype(np.uint16), scales.reshape(rows, -1).astype(np.uint8), codes, per_run, in_d, np.float32(unit), size, place, target, num_blocks, tile_begin, tile_end)
+    scales = scales.reshape(rows, -1).astype(np.uint8)
+    pack_lattice(weights, d.astype(np.uint16), scales, np.tile(ranks, 2), shift, per_run, in_d, np.float32(unit), size, place, target, num_blocks, tile_begin)
 
 # %% ../../nbs/ops/08_k_quants.ipynb #k8fltc000
 load_i16x16 = _make_load(i16x16, i16x16.llvm)
@@ -1000,7 +1027,8 @@ def _four_f16(at): return load_f16x8(at), load_f16x8(at + 16), load_f16x8(at + 3
 
 # %% ../../nbs/ops/08_k_quants.ipynb #k8fltt000
 def float_tiles(four_columns, size, group=0):
-    """-> (tile, four_tiles, unpack) of float weights whose four columns of eight rows take `size` bytes. group: blocks that share a register of scales, which lie before all columns (0: no scales).
+    """-> (tile, four_tiles, unpack) of float weights whose four columns of eight rows take `size` bytes.
+    group: blocks that share a register of scales, which lie before all columns (0: no scales).
     four_tiles(weights, stride, record, num_blocks, out): four tiles `stride` bytes apart -> 32 floats at `out`, with the bits of four calls of `tile`"""
     @jit(forceinline=True)
     def columns_of(weights, num_blocks, k):
@@ -1043,6 +1071,7 @@ def float_tiles(four_columns, size, group=0):
             scratch += 128
     return tile_of_floats, four_tiles_of_floats, unpack_floats
 
+# %% ../../nbs/ops/08_k_quants.ipynb #k8fltj000
 @jit(forceinline=True)
 def _four_f32(at): return load_f32x8(at), load_f32x8(at + 32), load_f32x8(at + 64), load_f32x8(at + 96)
 
@@ -1088,9 +1117,11 @@ def pack_f16(source, target, num_blocks, tile_begin, tile_end, extra):
             transpose_8x8(s + 32 * k, row, w + 256 * k, 32)
             for c in range(8): _apart(w + 256 * k + 32 * c)
 
+# %% ../../nbs/ops/08_k_quants.ipynb #k8fltq000
 @jit
 def pack_fp8(source, target, num_blocks, tile_begin, tile_end, extra):
-    "FP8 codes to tiles. extra: address of a table of int64: address of the scales (float32, from row 8 · tile_begin on), blocks that share one, bytes of a row of them; the factor 2^8 or 1 as float32 bits is theirs already"
+    """FP8 codes to tiles. extra: address of three int64: address of the scales (float32, from row 8 · tile_begin on, times what codes are too small by),
+    blocks that share one, bytes of a row of them"""
     scales, group, scale_row = load_i64(extra), load_i64(extra + 8), load_i64(extra + 16)
     row, groups = num_blocks * 32, (num_blocks + group - 1) // group
     for t in range(tile_begin, tile_end):
@@ -1109,7 +1140,8 @@ K_FORMATS = (
     TileFormat(7, ('Q3_K',), 256, 114, HALVES, pack_q3_k, tile_q3_k, unpack_q3_k),
     TileFormat(8, ('Q2_K',), 256, 84, HALVES_MIN, pack_q2_k, tile_q2_k, unpack_q2_k),
     TileFormat(9, ('IQ4_NL', 'Q1_0', 'Q2_0'), 32, 144, PLAIN, pack_iq4_nl, tile_levels_32, unpack_levels_32, HEAD, lattice=(32, 32, 144, 16)),
-    TileFormat(10, ('IQ4_XS', 'IQ2_XXS', 'IQ3_XXS', 'IQ3_S', 'IQ1_S', 'TQ1_0', 'TQ2_0'), 256, 138, PLAIN, pack_iq4_xs, tile_levels_256, unpack_levels_256, HEAD, lattice=(256, 32, 1104, 80)),
+    TileFormat(10, ('IQ4_XS', 'IQ2_XXS', 'IQ3_XXS', 'IQ3_S', 'IQ1_S', 'TQ1_0', 'TQ2_0'), 256, 138, PLAIN, pack_iq4_xs, tile_levels_256, unpack_levels_256, HEAD,
+               lattice=(256, 32, 1104, 80)),
     TileFormat(11, ('IQ2_XS', 'IQ2_S', 'IQ1_M'), 256, 146, HALVES, None, tile_levels_256_16, unpack_levels_256_16, HEAD, lattice=(256, 16, 1168, 144)),
     TileFormat(12, ('MXFP4', 'MXFP4_ROWS'), 32, 136, PLAIN, pack_mxfp4, tile_mxfp4, unpack_mxfp4, HEAD),
     TileFormat(13, ('NVFP4', 'NVFP4_ROWS'), 64, 144, HALVES, pack_nvfp4, tile_nvfp4, unpack_nvfp4, HEAD),

@@ -432,8 +432,10 @@ def _bell(door):
     prototype = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * _ARGUMENTS[door])
     return prototype(lambda result, trouble, kind, *rest: prototype(open_door(kind, door))(result, trouble, kind, *rest))
 
+def _address(f): return ctypes.cast(f, ctypes.c_void_p).value
+
 _BELLS = {door: _bell(door) for door in _ARGUMENTS}        # kept: the table has their addresses
-for _i, _b in enumerate(_BELLS.values()): _table[:, _i] = ctypes.cast(_b, ctypes.c_void_p).value
+for _i, _b in enumerate(_BELLS.values()): _table[:, _i] = _address(_b)
 
 def register_format(f):
     "Put a TileFormat behind the doors. A tile takes head + nbytes · blocks + per_four · ⌈blocks / 4⌉ bytes"
@@ -442,8 +444,10 @@ def register_format(f):
     _table[f.kind, 3:] = f.head, f.nbytes, f.per_four
 
 # %% ../../nbs/ops/01_linear.ipynb #lnregc00
-for _format in (TileFormat(TILE_F32, ('F32',), 32, 1024, FLOATS, pack_f32, tile_f32, None, four_tiles=four_tiles_f32), TileFormat(TILE_Q4, ('Q4_0', 'Q4_1'), 32, 160, WIDE, pack_q4, tile_q4, unpack_q4),
-                TileFormat(TILE_Q5, ('Q5_0', 'Q5_1'), 32, 192, WIDE, pack_q5, tile_q5, unpack_q5), TileFormat(TILE_Q8, ('Q8_0',), 32, 272, PLAIN, pack_q8, tile_q8, unpack_q8),
+for _format in (TileFormat(TILE_F32, ('F32',), 32, 1024, FLOATS, pack_f32, tile_f32, None, four_tiles=four_tiles_f32),
+                TileFormat(TILE_Q4, ('Q4_0', 'Q4_1'), 32, 160, WIDE, pack_q4, tile_q4, unpack_q4),
+                TileFormat(TILE_Q5, ('Q5_0', 'Q5_1'), 32, 192, WIDE, pack_q5, tile_q5, unpack_q5),
+                TileFormat(TILE_Q8, ('Q8_0',), 32, 272, PLAIN, pack_q8, tile_q8, unpack_q8),
                 *K_FORMATS, *ROW_FORMATS): register_format(_format)
 
 def tile_kind(type_name, block=None):
@@ -468,10 +472,12 @@ def packed_bytes(type_name, rows, columns, block=None):
 def pack(type_name, data, rows, columns, target, tile_begin=0, tile_end=None, *, factor=None, scales=None, block=None):
     """Repack tiles [tile_begin, tile_end) of one matrix, and open the doors of its kind.
     data: uint8, the file's bytes of all rows; target: zeroed uint8 of `packed_bytes(...)`; columns: a multiple of 32, else UnsupportedError.
-    factor: NVFP4's factor of the tensor, or (rows,) of each row; scales: of types that have them apart, NVFP4_ROWS and MXFP4_ROWS (rows, columns / 16 or 32) uint8, FP8 a grid of float32, one entry for each `block` of (rows, columns)"""
+    factor: NVFP4's factor of the tensor, or (rows,) of each row; scales: of types that have them apart, NVFP4_ROWS and MXFP4_ROWS
+    (rows, columns / 16 or 32) uint8, FP8 a grid of float32, one entry for each `block` of (rows, columns)"""
     if columns % 32: raise UnsupportedError(f'a row of {columns} weights cannot be packed: the CPU kernels need a multiple of 32')
     end, f = tile_rows(rows) if tile_end is None else tile_end, FORMATS[tile_kind(type_name, block)]
-    for door in ('matvec', 'matmul'): open_door(f.kind, door)
+    for door in ('matvec', 'matmul'):
+        if _table[f.kind, _COLUMNS.index(door)] == _address(_BELLS[door]): open_door(f.kind, door)
     if tile_begin >= end: return
     if f.head: write_heads(_heads(f, target, columns, tile_begin, end), type_name, 1.0 if factor is None else _of_rows(factor, rows, 8 * tile_begin, 8 * end))
     if type_name.startswith('FP8'): return _pack_fp8(f, data, rows, columns, target, tile_begin, end, scales, block or (rows, columns))
@@ -515,17 +521,18 @@ def _pack_decoded(f, type_name, data, rows, columns, target, tile_begin, tile_en
         stop = min(8 * (tile + step), 8 * tile_end, rows)
         part = all_blocks[8 * tile * row_blocks:stop * row_blocks]
         floats = decode_into(type_name, part, np.empty(len(part) * quant.block_size, np.float32))
-        if type_name in RUN_SCALES: pack_decoded_levels(type_name, floats.reshape(-1, columns), part, target.ctypes.data, columns // 32, tile, tile_rows(stop), f.lattice)
+        if type_name in RUN_SCALES: pack_decoded_levels(type_name, floats.reshape(-1, columns), part, target.ctypes.data, columns // 32, tile, f.lattice)
         else: _pack_rows(f.pack, floats, stop, columns, target, tile, tile_rows(stop), 0, first=8 * tile)
 
 def _pack_fp8(f, data, rows, columns, target, tile_begin, tile_end, scales, block):
     "The scales of each row and group of columns spread out, times what the codes are too small by"
     group = 4 if f.per_four else 1
     places = np.minimum(np.arange(0, columns, 32 * group) // block[1], np.shape(scales)[-1] - 1)
-    unit = np.float32(2**8 if f.types[0].startswith('FP8/') or f.types[0] == 'FP8' else 1)
+    unit = np.float32(2**8 if f.types[0].split('/')[0] == 'FP8' else 1)
     begin, end = 8 * tile_begin, min(8 * tile_end, rows)
     spread = np.zeros((8 * (tile_end - tile_begin), len(places)), np.float32)
-    spread[:end - begin] = np.asarray(scales, np.float32).reshape(-1, np.shape(scales)[-1])[np.minimum(np.arange(begin, end) // block[0], len(scales) - 1)][:, places] * unit
+    grid = np.asarray(scales, np.float32).reshape(-1, np.shape(scales)[-1])
+    spread[:end - begin] = grid[np.minimum(np.arange(begin, end) // block[0], len(grid) - 1)][:, places] * unit
     note = np.array([spread.ctypes.data, group, spread.strides[0]], np.int64)
     padded = np.zeros((len(spread), columns), np.uint8)
     codes = data.reshape(rows, columns)[begin:end]
