@@ -7,7 +7,7 @@ import pytest
 from sparkinfer.jit import CPU_LEVELS, cpu_level, target_features
 
 ROOT = Path(__file__).resolve().parent.parent
-CHAPTERS = ['ops/00_simd', 'ops/01_linear', 'ops/08_k_quants', 'ops/02_norm_rope', 'ops/03_attention', 'ops/04_gated_deltanet', 'ops/05_moe_routing', 'models/04_cpu_runner']
+CHAPTERS = ['ops/00_simd', 'ops/01_linear', 'ops/08_k_quants', 'ops/09_file_rows', 'ops/02_norm_rope', 'ops/03_attention', 'ops/04_gated_deltanet', 'ops/05_moe_routing', 'models/04_cpu_runner']
 RUN = "import sys; from nbdev.test import nbdev_test as t; t.__wrapped__(path=sys.argv[1], n_workers=0)"
 # NUMBA_CPU_NAME=generic: LLVM may use no more than any x86-64 (or ARM) has, so an x86 built-in that slipped into the portable level ends the process
 FORCED = {level: {'SPARKINFER_CPU': level} for level in CPU_LEVELS if level not in ('portable', cpu_level())} | {'generic CPU': {'NUMBA_CPU_NAME': 'generic'}}
