@@ -6,7 +6,7 @@
 __all__ = ['C_TYPES', 'CudaError', 'driver', 'device_capability', 'checked', 'Buffer', 'code_folder', 'Kernel', 'Stream', 'Graph',
            'replay_seconds']
 
-# %% ../../nbs/cuda/07_graphs.ipynb #f7c2e31d
+# %% ../../nbs/cuda/07_graphs.ipynb #b34e8ded
 import ctypes, hashlib
 from contextlib import contextmanager
 from functools import cache
@@ -18,7 +18,7 @@ from ..errors import SparkinferError
 from ..jit import Sources, kernel_roots, package_root, read_kernel, write_kernel
 from .ptx import SIMULATED, assemble, kernel_ptx, machine_code, ptxas_path
 
-# %% ../../nbs/cuda/07_graphs.ipynb #38f47e2c
+# %% ../../nbs/cuda/07_graphs.ipynb #8957ce26
 class CudaError(SparkinferError):
     "The CUDA driver refused a call"
 
@@ -41,7 +41,7 @@ def checked(result, what):
     if int(code): raise CudaError(f'{what}: {code.name if hasattr(code, "name") else code}')
     return values[0] if len(values) == 1 else tuple(values)
 
-# %% ../../nbs/cuda/07_graphs.ipynb #18aba8d7
+# %% ../../nbs/cuda/07_graphs.ipynb #32a9d48d
 class Buffer:
     "`nbytes` of device memory, aligned to 256 bytes; filled with `fill` (a byte) when given. Freed with the object"
     def __init__(self, nbytes: int, fill: int | None = None):
@@ -59,6 +59,8 @@ class Buffer:
         buffer = cls(array.nbytes)
         buffer.write(array)
         return buffer
+
+    def __index__(self): return self.address             # so that a buffer can stand for its address in a launch, and lives until then
 
     def fill(self, byte: int):
         if SIMULATED: ctypes.memset(self.address, byte, self.nbytes)
@@ -89,7 +91,7 @@ class Buffer:
         try: driver().cuMemFree(self.address)
         except Exception: pass              # the interpreter is ending, and the context with it
 
-# %% ../../nbs/cuda/07_graphs.ipynb #e309953e
+# %% ../../nbs/cuda/07_graphs.ipynb #3ac4de5d
 C_TYPES = {types.int64: ctypes.c_int64, types.int32: ctypes.c_int32, types.float32: ctypes.c_float}
 
 @cache
@@ -130,7 +132,7 @@ class Kernel:
     def launch(self, grid: int, block: int, *values, stream=None, dependent: bool = False, shared: int = 0):
         "Launch `grid` blocks of `block` threads on a `Stream` (None: the default one). dependent: may start before the kernel ahead of it has ended; it must call `wait_for_previous`"
         if len(values) != len(self.arguments): raise TypeError(f'{self.name} takes {len(self.arguments)} arguments, not {len(values)}')
-        if SIMULATED: return _simulate(self, grid, block, values, stream)
+        if SIMULATED: return _simulate(self, grid, block, tuple(float(v) if t == types.float32 else int(v) for v, t in zip(values, self.arguments)), stream)
         functions, config = driver(), None
         config = functions.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ = grid, 1, 1, block, 1, 1
@@ -147,7 +149,7 @@ def _simulate(kernel, grid, block, values, stream):
     if stream is not None and stream.recording is not None: stream.recording.append((kernel, grid, block, values))
     else: cuda.jit(kernel.function)[grid, block](*(np.dtype(t.name).type(v) for t, v in zip(kernel.arguments, values)))
 
-# %% ../../nbs/cuda/07_graphs.ipynb #1057dad9
+# %% ../../nbs/cuda/07_graphs.ipynb #a5c86b72
 class Stream:
     "A queue of work on the device"
     def __init__(self):
@@ -183,7 +185,7 @@ class Graph:
             try: driver().cuGraphExecDestroy(self._executable), driver().cuGraphDestroy(self._graph)
             except Exception: pass
 
-# %% ../../nbs/cuda/07_graphs.ipynb #cb0db45f
+# %% ../../nbs/cuda/07_graphs.ipynb #0ffea212
 def replay_seconds(graph, rounds: int = 15, warmup: int = 3) -> list[float]:
     "Device time of each of `rounds` replays, by events on the graph's stream"
     functions = driver()

@@ -9,11 +9,12 @@ __all__ = ['SIMULATED', 'u16', 'i32', 'u32', 'i64', 'f32', 'WORDS2', 'WORDS4', '
            'load16', 'load_f32x4', 'load_f32x2', 'load_f32', 'load_u32', 'store_f32', 'store_f32x2', 'store_u32',
            'prefetch_l2', 'half_to_float', 'halves_to_floats', 'float_to_half', 'float_to_bf16', 'as_float', 'as_word',
            'round_to_int', 'e4m3_to_halves', 'floats_to_e4m3', 'fma_halves', 'exp2', 'shuffle_xor', 'shuffle_xor_int',
-           'shuffle_from', 'warp_sum_int', 'warp_sum', 'warp_max', 'mma_bf16', 'mma_int8', 'copy16_async',
-           'load16_staged', 'load_f32x4_staged', 'load_f32x2_staged', 'copies_begun', 'wait_for_copies',
-           'wait_for_all_but_one', 'launch_dependents', 'wait_for_previous']
+           'shuffle_from', 'warp_sum_int', 'warp_max_word', 'warp_min_word', 'warp_sum', 'warp_max', 'mma_bf16',
+           'mma_int8', 'copy16_async', 'load16_staged', 'load_f32x4_staged', 'load_f32x2_staged', 'store_u32_staged',
+           'store_f32x2_staged', 'copies_begun', 'wait_for_copies', 'wait_for_all_but_one', 'launch_dependents',
+           'wait_for_previous']
 
-# %% ../../nbs/cuda/00_ptx.ipynb #e8811f88
+# %% ../../nbs/cuda/00_ptx.ipynb #573f4af0
 import ctypes, os, re, shutil, subprocess, sys, tempfile, threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from numba import cuda
 from numba.cuda import types
 from ..errors import SparkinferError
 
-# %% ../../nbs/cuda/00_ptx.ipynb #eab25d6e
+# %% ../../nbs/cuda/00_ptx.ipynb #97e644b6
 SIMULATED = os.environ.get('NUMBA_ENABLE_CUDASIM', '0') not in ('', '0')
 u16, i32, u32, i64, f32 = types.uint16, types.int32, types.uint32, types.int64, types.float32
 WORDS2, WORDS4, FLOATS2, FLOATS4 = (types.UniTuple(t, n) for t, n in ((u32, 2), (u32, 4), (f32, 2), (f32, 4)))
@@ -49,7 +50,7 @@ def _call_ptx(code, result, arguments, effect):
         return value if outputs else context.get_dummy_value()
     return generate
 
-# %% ../../nbs/cuda/00_ptx.ipynb #86d66478
+# %% ../../nbs/cuda/00_ptx.ipynb #9c5809b0
 def ptx(code, result, *arguments, effect=False):
     "Decorator: in compiled kernels the function is the line of PTX `code` ($0 … are the results, then the arguments), in the simulator it is itself. result, arguments: Numba types"
     def wrap(twin):
@@ -64,7 +65,7 @@ def ptx(code, result, *arguments, effect=False):
         return intrinsic(definition)
     return wrap
 
-# %% ../../nbs/cuda/00_ptx.ipynb #a9ca38b5
+# %% ../../nbs/cuda/00_ptx.ipynb #a3896f89
 TARGETS = ((9, 0), (12, 0))         # compute capabilities that every kernel is compiled for in the tests
 
 @contextmanager
@@ -111,7 +112,7 @@ def assemble(code, capability=(9, 0)) -> Resources:
     "The resource report for PTX text"
     return machine_code(code, capability)[1]
 
-# %% ../../nbs/cuda/00_ptx.ipynb #c31d0bd3
+# %% ../../nbs/cuda/00_ptx.ipynb #3d25ee5a
 def _signed_bytes(word): return [int(b) - 256 if b > 127 else int(b) for b in int(word).to_bytes(4, 'little')]
 def _word(value): return np.uint32(int(value) & 0xffffffff)
 
@@ -155,7 +156,7 @@ def bits_xor(a, b):
     "a ^ b, in 32 bits"
     return np.uint32(int(a) ^ int(b))
 
-# %% ../../nbs/cuda/00_ptx.ipynb #1f341e4a
+# %% ../../nbs/cuda/00_ptx.ipynb #d00d9c2b
 def _peek(address, dtype, count): return np.frombuffer((ctypes.c_ubyte * (np.dtype(dtype).itemsize * count)).from_address(int(address)), dtype).copy()
 def _poke(address, *values):
     data = np.array(values).tobytes()
@@ -185,7 +186,7 @@ def load2_once(address):
     assert address % 2 == 0
     return _peek(address, np.uint16, 1)[0]
 
-# %% ../../nbs/cuda/00_ptx.ipynb #1ddf2259
+# %% ../../nbs/cuda/00_ptx.ipynb #ee1a92ad
 @ptx('ld.global.v4.u32 {$0, $1, $2, $3}, [$4];', WORDS4, i64, effect=True)
 def load16(address):
     "Four words. `address`: a multiple of 16"
@@ -234,7 +235,7 @@ def store_u32(address, word):
 def prefetch_l2(address):
     "Ask for the line at `address` to be in the second cache soon"
 
-# %% ../../nbs/cuda/00_ptx.ipynb #a089a335
+# %% ../../nbs/cuda/00_ptx.ipynb #a68a1b37
 @ptx('cvt.f32.f16 $0, $1;', f32, u16)
 def half_to_float(bits):
     "The value of a half, given its bits"
@@ -272,7 +273,7 @@ def round_to_int(value):
     "The nearest integer, ties to even"
     return np.int32(np.rint(np.float32(value)))
 
-# %% ../../nbs/cuda/00_ptx.ipynb #b20154b0
+# %% ../../nbs/cuda/00_ptx.ipynb #eb49d48f
 @ptx('cvt.rn.f16x2.e4m3x2 $0, $1;', u32, u16)
 def e4m3_to_halves(pair):
     "Two E4M3 numbers (low byte first) as two halves in a word"
@@ -299,16 +300,16 @@ def exp2(value):
     "2 to the power `value`, within two units of the last place; results below the smallest normal float are 0"
     with np.errstate(over='ignore'): return np.exp2(np.float32(value))
 
-# %% ../../nbs/cuda/00_ptx.ipynb #67837060
+# %% ../../nbs/cuda/00_ptx.ipynb #fa441968
 def _warp_values(*values):
-    "Simulator: the values of all 32 lanes of this thread's warp, as a list of tuples (None where a lane has ended)"
+    "Simulator: the values of all 32 lanes of this thread's warp, as a list of tuples"
     thread = threading.current_thread()
-    board = thread._manager.__dict__.setdefault('board', {})
-    board[thread.thread_id] = values
-    thread.syncthreads()
-    start = thread.thread_id // 32 * 32
-    found = [board.get(start + lane) for lane in range(32)]
-    thread.syncthreads()
+    block, warp = thread._manager.__dict__, thread.thread_id // 32
+    barrier, board = block.setdefault(('barrier', warp), threading.Barrier(32)), block.setdefault(('board', warp), {})
+    board[thread.thread_id % 32] = values
+    barrier.wait(timeout=120)
+    found = [board[lane] for lane in range(32)]
+    barrier.wait(timeout=120)
     return found
 
 def _lane(): return threading.current_thread().thread_id % 32
@@ -333,7 +334,17 @@ def warp_sum_int(value):
     "The sum over the warp, in every lane; one instruction"
     return np.int32(sum(int(v[0]) for v in _warp_values(value)))
 
-# %% ../../nbs/cuda/00_ptx.ipynb #f52a7741
+# %% ../../nbs/cuda/00_ptx.ipynb #85314522
+@ptx('redux.sync.max.u32 $0, $1, -1;', u32, u32, effect=True)
+def warp_max_word(value):
+    "The largest unsigned word of the warp, in every lane"
+    return np.uint32(max(int(v[0]) for v in _warp_values(value)))
+
+@ptx('redux.sync.min.u32 $0, $1, -1;', u32, u32, effect=True)
+def warp_min_word(value):
+    "The smallest unsigned word of the warp, in every lane"
+    return np.uint32(min(int(v[0]) for v in _warp_values(value)))
+
 @cuda.jit(device=True)
 def warp_sum(value, lanes):
     "Sum over groups of `lanes` neighbouring lanes (a power of two), in every lane of the group"
@@ -352,7 +363,7 @@ def warp_max(value, lanes):
         step >>= 1
     return value
 
-# %% ../../nbs/cuda/00_ptx.ipynb #bcbdc3aa
+# %% ../../nbs/cuda/00_ptx.ipynb #93910174
 def _tiles(dtype, width, a, b):
     "Simulator: A (16, 4·width) and B (8, 4·width), from the registers of all lanes; `width` numbers fit in a word"
     held = _warp_values(*a, *b)
@@ -380,7 +391,7 @@ def mma_int8(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
     A, B = _tiles(np.int8, 4, (a0, a1, a2, a3), (b0, b1))
     return _own(A.astype(np.int32) @ B.astype(np.int32).T, (c0, c1, c2, c3))
 
-# %% ../../nbs/cuda/00_ptx.ipynb #67aa20ac
+# %% ../../nbs/cuda/00_ptx.ipynb #4c3c5943
 if SIMULATED:
     def shared_address(array): return array._ary.ctypes.data if hasattr(array, '_ary') else array.ctypes.data
 else:
@@ -421,6 +432,17 @@ def load_f32x2_staged(address):
     assert address % 8 == 0
     return tuple(_peek(address, np.float32, 2))
 
+@ptx('st.shared.u32 [$0], $1;', types.void, i64, u32, effect=True)
+def store_u32_staged(address, word):
+    "Write one word of shared memory"
+    _poke(address, np.uint32(word))
+
+@ptx('st.shared.v2.f32 [$0], {$1, $2};', types.void, i64, f32, f32, effect=True)
+def store_f32x2_staged(address, first, second):
+    "Write two floats of shared memory"
+    assert address % 8 == 0
+    _poke(address, np.float32(first), np.float32(second))
+
 @ptx('cp.async.commit_group;', types.void, effect=True)
 def copies_begun():
     "The copies begun since the last call are one group"
@@ -433,7 +455,7 @@ def wait_for_copies():
 def wait_for_all_but_one():
     "Wait for all groups but the newest"
 
-# %% ../../nbs/cuda/00_ptx.ipynb #4405f405
+# %% ../../nbs/cuda/00_ptx.ipynb #ab83c7b3
 @ptx('griddepcontrol.launch_dependents;', types.void, effect=True)
 def launch_dependents():
     "The next kernel may start as far as this block is concerned"
