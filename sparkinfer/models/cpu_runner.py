@@ -379,8 +379,9 @@ def kind_bytes(kind, rows, columns): return tile_rows(rows) * tile_bytes(kind, c
 def pack_tensor(tensor, kind, order, target, begin, end):
     "Tiles [begin, end) of one tensor"
     rows, columns, blocks = math.prod(tensor.shape[:-1]), tensor.shape[-1], blocks_of(tensor)
-    if blocks is not None and kind == tile_kind(*type_and_block(tensor)) and (order is None or len(blocks) == 1):
-        if order is not None: blocks['data'] = np.ascontiguousarray(tensor.data.reshape(rows, -1)[order]).reshape(-1)
+    if blocks is not None and kind == tile_kind(*type_and_block(tensor)):
+        parts = [part for part in ('data', 'factor', 'scales') if order is not None and part in blocks]          # what goes with a row moves with it
+        blocks |= {part: np.ascontiguousarray(blocks[part].reshape(rows, -1)[order]).reshape(blocks[part].shape) for part in parts}
         return pack(tensor.type.name, rows=rows, columns=columns, target=target, tile_begin=begin, tile_end=end, **blocks)
     step = max(1, (1 << 19) // columns)
     for tile in range(begin, end, step):
