@@ -26,18 +26,22 @@ def cell_text(cell) -> str:
     source = '\n'.join(line for line in lines if not line.startswith('#|')).strip()
     return '\n\n'.join(filter(None, [f'```python\n{source}\n```' if source else '', *map(output_text, cell.outputs)]))
 
-COMPARISON = {'what': 'SmolLM2-135M Q4_1', 'ours_tok_s': 'sparkinfer, tok/s', 'theirs_tok_s': 'llama.cpp, tok/s', 'ratio': 'ratio'}
+COMPARISON = {'what': 'what', 'ours_tok_s': 'sparkinfer, tok/s', 'theirs_tok_s': 'llama.cpp, tok/s', 'ratio': 'ratio'}
 
 def results_table(folder: Path) -> str:
-    "The newest saved comparison with llama.cpp, and the machine it was measured on. All other records are read where they belong, in the chapters"
-    records = sorted(folder.glob('bench-compare.*.json'))                      # names end in the time
-    if not records: return ''
-    record = json.loads(records[-1].read_text())
+    "The newest saved comparison with llama.cpp for each model, and the machine of the last one. All other records are read where they belong, in the chapters"
+    newest = {}
+    for path in sorted(folder.glob('bench-compare.*.json')):                   # names end in the time
+        record = json.loads(path.read_text())
+        newest.pop(record['file'], None)
+        newest[record['file']] = record
+    if not newest: return ''
+    lines = ['| model | ' + ' | '.join(COMPARISON.values()) + ' |', '|---' * (1 + len(COMPARISON)) + '|']
+    for name, record in sorted(newest.items(), key=lambda item: item[1]['file'] != 'SmolLM2-135M-Instruct.Q4_1.gguf'):
+        lines += [f"| {name.removesuffix('.gguf')} | " + ' | '.join(str(row[key]) for key in COMPARISON) + ' |' for row in record['comparison']]
     machine = record['machine']
-    lines = ['| ' + ' | '.join(COMPARISON.values()) + ' |', '|---' * len(COMPARISON) + '|']
-    lines += ['| ' + ' | '.join(str(row[key]) for key in COMPARISON) + ' |' for row in record['comparison']]
-    note = (f"Measured with `sparkinfer bench --compare --save --prefill 128,512,2048` on {machine['cores']} cores of an {machine['cpu']} ({machine['level']}), {record['time'][:10]}, {record['threads']} threads, "
-            'the better of flash attention on and off for llama.cpp, medians of rounds in turn:')
+    note = (f"Measured with `sparkinfer bench --compare --save` on {machine['cores']} cores of an {machine['cpu']} ({machine['level']}, {machine['memory_gb']:.0f} GB), {record['time'][:10]}, {record['threads']} threads, "
+            'the better of flash attention on and off for llama.cpp, medians of rounds in turn. All but the first are noise in the shape of a model (`sparkinfer synth`):')
     return note + '\n\n' + '\n'.join(lines)
 
 def readme() -> str:
