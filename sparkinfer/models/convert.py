@@ -149,9 +149,10 @@ def rope_order(rows, heads):
     return np.arange(rows).reshape(heads, 2, rows // heads // 2).swapaxes(1, 2).ravel()
 
 def value_order(rows, heads, size, kept=0):
-    "After `kept` rows that stay: rows of value heads, `size` each, from grouped to tiled"
+    "After `kept` rows that stay: rows of value heads, `size` each, from grouped to tiled. FormatError when these are not `rows` together"
+    if kept + heads.linear_values * size != rows or heads.linear_values % heads.linear_keys: raise FormatError(f'{heads.linear_values} value heads of {size} rows after {kept} make no {rows} rows')
     order = np.arange(heads.linear_values).reshape(heads.linear_keys, -1).T.ravel()
-    return np.concatenate([np.arange(kept), kept + (order[:, None] * size + np.arange(size)).ravel()])[:rows]
+    return np.concatenate([np.arange(kept), kept + (order[:, None] * size + np.arange(size)).ravel()])
 
 def inverse(order):
     back = np.empty_like(order)
@@ -194,8 +195,9 @@ def changes(architecture, inner, shape, heads):
     if inner == 'ssm_out.weight': found.append(columns_in(value_order(shape[-1], heads, size)))
     return found
 
-def next_orders(heads, values):
-    "qwen3next's fused in_proj_qkvz: (row orders that take q, k, v and z out of it). values: value rows for each key head"
+def next_orders(heads, values, rows):
+    "qwen3next's fused in_proj_qkvz of `rows`: (row orders that take q, k, v and z out of it). values: value rows for each key head. FormatError when the heads do not make these rows"
+    if heads.linear_keys * (2 * heads.linear_size + 2 * values) != rows: raise FormatError(f'{heads.linear_keys} key heads of {heads.linear_size}, with {values} rows of values each, make no {rows} rows of in_proj_qkvz')
     start = np.arange(heads.linear_keys)[:, None] * (2 * heads.linear_size + 2 * values)
     take = lambda first, count: (start + first + np.arange(count)).ravel()
     size = heads.linear_size
@@ -318,7 +320,8 @@ def gguf_tokenizer(metadata, vocab_size):
     described = json.loads(path.read_text('utf-8'))
     if described['model'].get('type', 'BPE') != 'BPE' or described['model'].get('byte_fallback'): raise UnsupportedError('tokenizer.json is no byte-level BPE, and only that can be converted')
     tokenizer, ids = hf.Tokenizer.from_file(str(path)), {**described['model']['vocab'], **{t['content']: t['id'] for t in described['added_tokens']}}
-    count = max(vocab_size, max(ids.values()) + 1)
+    count, numbers = vocab_size, sorted(ids.values())
+    if not (0 <= numbers[0] and numbers[-1] < count): raise FormatError(f'tokenizer.json has ids from {numbers[0]} to {numbers[-1]}, and the embedding {count} rows')
     tokens, types = [f'[PAD{i}]' for i in range(count)], np.full(count, UNUSED, np.int32)
     for token, i in ids.items(): tokens[i], types[i] = token, NORMAL
     for t in described['added_tokens']: types[t['id']] = CONTROL if t['special'] else USER_DEFINED
@@ -428,7 +431,7 @@ def folder_model(checkpoint):
     for name, t in tensors.items():
         if name in used or name in skipped: continue
         if name.endswith('linear_attn.in_proj_qkvz.weight'):
-            for order, ours in zip(next_orders(heads, text['linear_value_head_dim'] * heads.linear_values // heads.linear_keys), ('qkv', 'z')):
+            for order, ours in zip(next_orders(heads, text['linear_value_head_dim'] * heads.linear_values // heads.linear_keys, t.shape[0]), ('qkv', 'z')):
                 new = to_gguf_name(name.replace('qkvz', ours), architecture, layers)
                 parts[new] = rearranged(Part.of(t, new), order)
             continue
@@ -440,7 +443,7 @@ def folder_model(checkpoint):
     if unknown: raise UnsupportedError(f'{len(unknown)} tensors belong to nothing that is known here: {", ".join(unknown[:6])}{" …" if len(unknown) > 6 else ""}')
     factors = llama3_factors(text, text.get('head_dim') or text['hidden_size'] // text['num_attention_heads'])
     if factors is not None: parts['rope_freqs.weight'] = Part('rope_freqs.weight', factors.shape, lambda rows: factors[rows])
-    return Model(metadata | gguf_tokenizer(checkpoint.metadata, text['vocab_size']), dict(sorted(parts.items(), key=lambda item: layer_number(item[0]))), {}, tuple(skipped), checkpoint)
+    return Model(metadata | gguf_tokenizer(checkpoint.metadata, parts['token_embd.weight'].shape[0]), dict(sorted(parts.items(), key=lambda item: layer_number(item[0]))), {}, tuple(skipped), checkpoint)
 
 def inner_name(name): return re.sub(r'^blk\.\d+\.', '', name)
 def layer_number(name): return int(name.split('.')[1]) if name.startswith('blk.') else -1
@@ -475,7 +478,7 @@ def hf_parts(model):
 
 def fused_qkvz(name, qkv, z, heads):
     "qwen3next's one projection out of the two that GGUF has"
-    back, cut = inverse(np.concatenate(next_orders(heads, z.shape[0] // heads.linear_keys))), qkv.shape[0]
+    back, cut = inverse(np.concatenate(next_orders(heads, z.shape[0] // heads.linear_keys, qkv.shape[0] + z.shape[0]))), qkv.shape[0]
     def read(rows):
         picked = back[rows]
         out = np.empty((len(picked), qkv.shape[1]), np.float32)
@@ -723,6 +726,7 @@ def write_as_folder(checkpoint, target, to, layout='modelopt', maps=(), progress
         if isinstance(checkpoint, Model):
             plain = to if to not in QUANTISED else 'BF16'
             with understanding(f'{checkpoint.source.path}: its metadata' if checkpoint.source is not None else 'the metadata'):
+                if not 0 < checkpoint.trunk_layers <= len(checkpoint.parts): raise FormatError(f'the metadata says {checkpoint.trunk_layers} layers, and there are {len(checkpoint.parts)} tensors')
                 config, generation = hf_config(checkpoint.metadata, checkpoint.tied, {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32'}[plain]), None
                 parts = hf_parts(checkpoint)
                 files = write_hf_tokenizer(checkpoint.metadata, Path(scratch))
