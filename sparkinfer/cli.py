@@ -443,12 +443,13 @@ def eval_kl_command(text, **options):
 # %% ../nbs/11_cli.ipynb #c1ce5489
 @evaluate.command('logits')
 @click.argument('model')
-@click.argument('ids', type=click.Path(exists=True, dir_okay=False))
-@click.argument('out', type=click.Path(dir_okay=False))
+@click.option('--ids', required=True, type=click.Path(exists=True, dir_okay=False), help='A JSON file: the list of token ids.')
+@click.option('--out', required=True, type=click.Path(dir_okay=False), help='The .npy file to write: float32, a row for each id.')
 @click.option('--runner', default='cpu', show_default=True)
-def eval_logits_command(model, ids, out, runner):
-    "Write MODEL's logits for a JSON list of token IDS to OUT, a .npy file."
+@click.option('--chunk', type=click.IntRange(1), default=128, show_default=True, help='Tokens in one step.')
+def eval_logits_command(model, ids, out, runner, chunk):
+    "Write MODEL's logits at every position of a list of token ids."
     from sparkinfer.measure.accuracy import eval_logits
-    try: shape = eval_logits(model, ids, out, runner)
+    try: shape = eval_logits(model, ids, out, runner, chunk)
     except json.JSONDecodeError as error: raise SparkinferError(f'{ids} is not a JSON list of token ids: {error}') from error
     click.echo(json.dumps(dict(eval='logits', model=model, out=out, shape=list(shape))))
