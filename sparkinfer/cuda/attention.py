@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PAGE', 'WARPS', 'LOG2E', 'rope_table', 'head_loader', 'attend_kernel', 'combine_kernel']
 
-# %% ../../nbs/cuda/03_attention.ipynb #e748b3b4
+# %% ../../nbs/cuda/03_attention.ipynb #d4e3287f
 import math
 from functools import lru_cache
 import numpy as np
@@ -14,7 +14,7 @@ from numba.cuda import types
 from .graphs import Kernel
 from .ptx import (exp2, float_to_half, halves_to_floats, launch_dependents, load16_once, load_f32, load_f32x2, load_u32, shuffle_xor, store_f32, store_u32, wait_for_previous, warp_sum)
 
-# %% ../../nbs/cuda/03_attention.ipynb #e3990bd7
+# %% ../../nbs/cuda/03_attention.ipynb #3f4bbf39
 PAGE, WARPS, LOG2E = 32, 8, 1.4426950408889634
 
 def rope_table(positions, rope_dim, theta):
@@ -48,7 +48,7 @@ def head_loader(head_dim, rope_dim, eps):
             elif lane < rope_dim: v[0] = v[0] * turn[0] + other * turn[1]
     return load_head
 
-# %% ../../nbs/cuda/03_attention.ipynb #7bcf1c35
+# %% ../../nbs/cuda/03_attention.ipynb #3ba4288c
 @lru_cache(None)
 def attend_kernel(heads, kv_heads, head_dim, rope_dim, splits, gated=True, normed=True, eps=1e-6):
     """Arguments: x (sequences, x_stride) float32, rows [each head: query (| gate) | keys | values], q_norm and k_norm weights, angles, key pages, value pages, table (sequences, table_stride) int32, positions (sequences) int32,
@@ -77,8 +77,8 @@ def attend_kernel(heads, kv_heads, head_dim, rope_dim, splits, gated=True, norme
         q = cuda.shared.array(q_shape, np.float32)
         ends = cuda.shared.array(run, np.float32)
         gathered = cuda.shared.array(acc_shape, np.float32)
+        position = np.int64(load_u32(positions + 4 * sequence))                       # of the step, not of the kernel ahead
         wait_for_previous()
-        position = np.int64(load_u32(positions + 4 * sequence))
         length = position + 1
         stretch = max((length + splits - 1) // splits, np.int64(2 * streams))
         begin, end = split * stretch, min((split + 1) * stretch, length)
@@ -148,28 +148,35 @@ def attend_kernel(heads, kv_heads, head_dim, rope_dim, splits, gated=True, norme
             if lane & 1 == 0: store_u32(target + 2 * (lane + 32 * j), np.uint32(float_to_half(v[j])) | np.uint32(np.uint32(float_to_half(other)) << 16))
     return Kernel(attend, *[types.int64] * 11, types.int32, types.int32, name=f'attend_{heads}_{kv_heads}_{head_dim}_{rope_dim}_{splits}_{int(gated)}{int(normed)}_{eps}')
 
-# %% ../../nbs/cuda/03_attention.ipynb #8e759bc9
+# %% ../../nbs/cuda/03_attention.ipynb #2bb092e0
 @lru_cache(None)
 def combine_kernel(heads, head_dim, splits, gated=True):
     "Arguments: tops, sums, partial of `attend_kernel`, x, out (sequences, heads · head_dim) float32, x_stride. Launch with sequences · heads blocks of head_dim threads"
     width = head_dim * (2 if gated else 1)
+    assert splits <= head_dim
 
     def combine(tops, sums, partial, x, out, x_stride):
         launch_dependents()
         thread, block = np.int64(cuda.threadIdx.x), np.int64(cuda.blockIdx.x)
         sequence, head = block // heads, block % heads
+        top = cuda.shared.array(splits, np.float32)
+        share = cuda.shared.array(splits, np.float32)
         wait_for_previous()
-        highest, whole, answer = np.float32(-1e30), np.float32(0), np.float32(0)
+        if thread < splits:
+            top[thread] = load_f32(tops + 4 * (block * splits + thread))
+            share[thread] = load_f32(sums + 4 * (block * splits + thread))
+        cuda.syncthreads()
+        highest, whole, answer, used = np.float32(-1e30), np.float32(0), np.float32(0), 0
         for s in range(splits):
-            place = block * splits + s
-            if load_f32(sums + 4 * place) > np.float32(0): highest = max(highest, load_f32(tops + 4 * place))
-        for s in range(splits):
-            place = block * splits + s
-            total = load_f32(sums + 4 * place)
-            if total > np.float32(0):
-                share = exp2(load_f32(tops + 4 * place) - highest)
-                whole += total * share
-                answer += load_f32(partial + 4 * (place * head_dim + thread)) * share
+            if share[s] > np.float32(0): highest, used = max(highest, top[s]), s + 1          # stretches without positions are the last ones
+        for first in range(0, used, 8):
+            values = cuda.local.array(8, np.float32)
+            for i in range(8): values[i] = load_f32(partial + 4 * ((block * splits + min(first + i, used - 1)) * head_dim + thread))
+            for i in range(8):
+                if first + i < used:
+                    weight = exp2(top[first + i] - highest)
+                    whole += share[first + i] * weight
+                    answer += values[i] * weight
         answer /= whole
         if gated: answer /= np.float32(1) + math.exp(-load_f32(x + 4 * (sequence * x_stride + head * width + head_dim + thread)))
         store_f32(out + 4 * (block * head_dim + thread), answer)

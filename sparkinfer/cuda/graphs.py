@@ -6,7 +6,7 @@
 __all__ = ['C_TYPES', 'CudaError', 'driver', 'device_capability', 'checked', 'Buffer', 'code_folder', 'Kernel', 'Stream', 'Graph',
            'replay_seconds']
 
-# %% ../../nbs/cuda/07_graphs.ipynb #b34e8ded
+# %% ../../nbs/cuda/07_graphs.ipynb #f9b23597
 import ctypes, hashlib
 from contextlib import contextmanager
 from functools import cache
@@ -18,7 +18,7 @@ from ..errors import SparkinferError
 from ..jit import Sources, kernel_roots, package_root, read_kernel, write_kernel
 from .ptx import SIMULATED, assemble, kernel_ptx, machine_code, ptxas_path
 
-# %% ../../nbs/cuda/07_graphs.ipynb #8957ce26
+# %% ../../nbs/cuda/07_graphs.ipynb #0b7e7d1f
 class CudaError(SparkinferError):
     "The CUDA driver refused a call"
 
@@ -41,7 +41,7 @@ def checked(result, what):
     if int(code): raise CudaError(f'{what}: {code.name if hasattr(code, "name") else code}')
     return values[0] if len(values) == 1 else tuple(values)
 
-# %% ../../nbs/cuda/07_graphs.ipynb #32a9d48d
+# %% ../../nbs/cuda/07_graphs.ipynb #406b5ed6
 class Buffer:
     "`nbytes` of device memory, aligned to 256 bytes; filled with `fill` (a byte) when given. Freed with the object"
     def __init__(self, nbytes: int, fill: int | None = None):
@@ -91,7 +91,7 @@ class Buffer:
         try: driver().cuMemFree(self.address)
         except Exception: pass              # the interpreter is ending, and the context with it
 
-# %% ../../nbs/cuda/07_graphs.ipynb #3ac4de5d
+# %% ../../nbs/cuda/07_graphs.ipynb #3e87f7d5
 C_TYPES = {types.int64: ctypes.c_int64, types.int32: ctypes.c_int32, types.float32: ctypes.c_float}
 
 @cache
@@ -149,7 +149,7 @@ def _simulate(kernel, grid, block, values, stream):
     if stream is not None and stream.recording is not None: stream.recording.append((kernel, grid, block, values))
     else: cuda.jit(kernel.function)[grid, block](*(np.dtype(t.name).type(v) for t, v in zip(kernel.arguments, values)))
 
-# %% ../../nbs/cuda/07_graphs.ipynb #a5c86b72
+# %% ../../nbs/cuda/07_graphs.ipynb #66d5dc80
 class Stream:
     "A queue of work on the device"
     def __init__(self):
@@ -164,13 +164,14 @@ class Graph:
 
     @contextmanager
     def record(self):
+        "What is launched on the stream inside is recorded, not run. Relaxed: a kernel may be loaded meanwhile, and Python may free a buffer; in the stricter modes either spoils the recording"
         if SIMULATED:
             self.stream.recording = self.nodes
             yield self.stream
             self.stream.recording = None
             return
         functions = driver()
-        checked(functions.cuStreamBeginCapture(self.stream.handle, functions.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), 'recording a graph')
+        checked(functions.cuStreamBeginCapture(self.stream.handle, functions.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED), 'recording a graph')
         try: yield self.stream
         finally: self._graph = checked(functions.cuStreamEndCapture(self.stream.handle), 'ending the recording of a graph')
         self._executable = checked(functions.cuGraphInstantiate(self._graph, 0), 'making a graph')
@@ -185,7 +186,7 @@ class Graph:
             try: driver().cuGraphExecDestroy(self._executable), driver().cuGraphDestroy(self._graph)
             except Exception: pass
 
-# %% ../../nbs/cuda/07_graphs.ipynb #0ffea212
+# %% ../../nbs/cuda/07_graphs.ipynb #9434f28a
 def replay_seconds(graph, rounds: int = 15, warmup: int = 3) -> list[float]:
     "Device time of each of `rounds` replays, by events on the graph's stream"
     functions = driver()

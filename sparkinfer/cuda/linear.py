@@ -11,7 +11,7 @@ __all__ = ['quantize_four', 'quantize_four_staged', 'quantize_rows', 'KINDS', 'K
            'copy_to_stage', 'block_sum', 'silu', 'stage_function', 'stage_kernel', 'prepare', 'gemv_kernel',
            'launch_rule', 'gemv_arguments', 'gemv', 'embed_kernel', 'embed']
 
-# %% ../../nbs/cuda/01_linear.ipynb #7324ee98
+# %% ../../nbs/cuda/01_linear.ipynb #af55f8b8
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +24,7 @@ from .graphs import Buffer, Kernel
 from .ptx import (as_float, bits_and, bits_or, bits_xor, byte_permute, copies_begun, copy16_async, dp4a, e4m3_to_halves, half_to_float, halves_to_floats, launch_dependents, load16, load16_once, load16_staged, load2_once,
                                  load4_once, load8_once, load_f32, load_f32x2, load_f32x2_staged, load_f32x4, load_f32x4_staged, load_u32, round_to_int, shared_address, shift_left, shift_right, shuffle_xor, shuffle_xor_int, store_f32, store_f32x2, store_f32x2_staged, store_u32, store_u32_staged, wait_for_copies, wait_for_previous, warp_sum)
 
-# %% ../../nbs/cuda/01_linear.ipynb #60d69771
+# %% ../../nbs/cuda/01_linear.ipynb #47bf5f4f
 def record_bytes(columns):
     "Size in bytes of one row's record, a multiple of 128"
     return (columns + columns // 4 + 127) // 128 * 128
@@ -46,7 +46,7 @@ def records_spec(x):
     out[:, x.shape[1]:][:, :x.shape[1] // 4] = np.stack([scale, total], axis=2).reshape(len(x), -1).view(np.uint8)
     return out
 
-# %% ../../nbs/cuda/01_linear.ipynb #18b850f8
+# %% ../../nbs/cuda/01_linear.ipynb #00a09740
 def _rounding(store_word, store_pair):
     "`quantize_four` for memory or for shared memory"
     @cuda.jit(device=True)
@@ -80,7 +80,7 @@ def _quantize_rows(x, records, columns):
 
 quantize_rows = Kernel(_quantize_rows, types.int64, types.int64, types.int32, name='quantize_rows')     # (x, records, columns), a block for each token
 
-# %% ../../nbs/cuda/01_linear.ipynb #85c1d804
+# %% ../../nbs/cuda/01_linear.ipynb #6dcd9522
 @dataclass(frozen=True)
 class Kind:
     "How a type is laid out. unit: weights for each 16 bytes of `low`; high, scale, extra: bytes of the other planes for `span` of those, as (bytes, units), where units 0 means: a row"
@@ -111,7 +111,7 @@ def plane_bytes(kind, rows, columns):
     size = lambda plane: 0 if not plane[0] else rows * plane[0] * (units // plane[1] if plane[1] else 1)
     return 16 * rows * units, kind.high * rows * units, size(kind.scale), size(kind.extra)
 
-# %% ../../nbs/cuda/01_linear.ipynb #e0266cb8
+# %% ../../nbs/cuda/01_linear.ipynb #107e342f
 def nibble_pairs(codes):
     "codes: (…, 32 · units) below 16 → 16 bytes a unit, weight i in the low half of byte i, weight 16 + i in the high half"
     pairs = codes.reshape(*codes.shape[:-1], -1, 2, 16)
@@ -131,7 +131,7 @@ def k_header(blocks):
     words = [np.bitwise_or.reduce(part << at, axis=1) for part in (scales & 15, minima & 15, scales >> 4 | minima >> 4 << 2)]
     return np.hstack([blocks[:, :4], np.stack(words, axis=1).astype('<u4').view(np.uint8)])
 
-# %% ../../nbs/cuda/01_linear.ipynb #5c7e39a5
+# %% ../../nbs/cuda/01_linear.ipynb #ff2f9ef1
 def _pack_q8_0(blocks, rows):
     q = blocks[:, 2:].reshape(rows, -1, 2, 16)
     return q[:, :, 0], q[:, :, 1], blocks[:, :2], b''
@@ -163,7 +163,7 @@ PACKERS = {
     'Q6_K': lambda b, rows, factor: _pack_q6_k(b, rows), 'Q4_0': lambda b, rows, factor: _pack_q4(b, rows, False), 'Q4_1': lambda b, rows, factor: _pack_q4(b, rows, True), 'NVFP4': _pack_nvfp4,
     'FP8': lambda b, rows, factor: (b, b'', b'', np.broadcast_to(np.float32(factor), (rows,))), **dict.fromkeys(('F32', 'F16', 'BF16'), lambda b, rows, factor: (b, b'', b'', b''))}
 
-# %% ../../nbs/cuda/01_linear.ipynb #4fe8c10e
+# %% ../../nbs/cuda/01_linear.ipynb #55a46540
 def pack(type_name, data, rows, columns, factor=1.0):
     """One matrix as its four planes, flat uint8 arrays. data: uint8, the file's bytes, row after row; factor: what every weight is multiplied by (NVFP4 and FP8 only), one number or one for each row.
     UnsupportedError for a type without a kernel, or columns that are not whole units and blocks."""
@@ -191,7 +191,7 @@ def fused(parts):
     "The planes of several packed matrices (lists of planes, same type and columns) under one another"
     return [np.concatenate(planes) for planes in zip(*parts)]
 
-# %% ../../nbs/cuda/01_linear.ipynb #b2bf0b87
+# %% ../../nbs/cuda/01_linear.ipynb #55b9f3d5
 @cuda.jit(device=True)
 def _keep(raw, u, at, words):
     for i in range(4): raw[u, at + i] = words[i]
@@ -230,7 +230,7 @@ def unpack_q4_k(raw, u, index, q, s):
     _nibbles(raw, u, q)
     _k_scales(raw, u, index, s)
 
-# %% ../../nbs/cuda/01_linear.ipynb #46de3f2b
+# %% ../../nbs/cuda/01_linear.ipynb #b641bc43
 @cuda.jit(device=True)
 def fetch_q5_k(raw, u, low, high, scale, extra, index):
     fetch_q4_k(raw, u, low, high, scale, extra, index)
@@ -263,7 +263,7 @@ def unpack_q6_k(raw, u, index, q, s):
     s[0] = d * np.float32(np.int8(raw[u, 6] & 255))
     s[1] = d * np.float32(np.int8(raw[u, 6] >> 8))
 
-# %% ../../nbs/cuda/01_linear.ipynb #85a38f88
+# %% ../../nbs/cuda/01_linear.ipynb #92d7cada
 @cuda.jit(device=True)
 def fetch_q4_1(raw, u, low, high, scale, extra, index):
     _keep(raw, u, 0, load16_once(low + 16 * index))
@@ -297,7 +297,7 @@ def unpack_nvfp4(raw, u, index, q, s):
 
 ROUNDED = {'Q8_0': (fetch_q8_0, unpack_q8_0), 'Q4_K': (fetch_q4_k, unpack_q4_k), 'Q5_K': (fetch_q5_k, unpack_q5_k), 'Q6_K': (fetch_q6_k, unpack_q6_k), 'Q4_1': (fetch_q4_1, unpack_q4_1), 'NVFP4': (fetch_nvfp4, unpack_nvfp4)}
 
-# %% ../../nbs/cuda/01_linear.ipynb #fe4a5cff
+# %% ../../nbs/cuda/01_linear.ipynb #504f1128
 def lanes_for(kind, columns):
     "How many lanes share a row: the largest power of two, up to 32, that divides its units"
     units = columns // kind.unit
@@ -348,7 +348,7 @@ def rounded_chunk(name, columns, tokens, rows, units, staged, row_step=None):
                 for t in range(tokens): total[r * tokens + t] += dot_unit(q, s, x + t * stride, at)
     return fetch, compute
 
-# %% ../../nbs/cuda/01_linear.ipynb #574ecb13
+# %% ../../nbs/cuda/01_linear.ipynb #6ccc3dae
 @cuda.jit(device=True)
 def _floats_f32(word, w, at): w[at] = as_float(word)
 @cuda.jit(device=True)
@@ -388,7 +388,7 @@ def float_chunk(name, columns, tokens, rows, units, staged):
                         for k in range(4): total[r * tokens + t] += w[k] * v[k]
     return fetch, compute
 
-# %% ../../nbs/cuda/01_linear.ipynb #3177fe2d
+# %% ../../nbs/cuda/01_linear.ipynb #a9a9eab4
 @cuda.jit(device=True)
 def copy_to_stage(spot, source, nbytes):
     "The whole block copies `nbytes` (a multiple of 16) of what the last kernel wrote to shared memory"
@@ -413,8 +413,9 @@ def block_sum(value, partial):
 def silu(v): return v / (np.float32(1) + math.exp(-v))
 
 @lru_cache(None)
-def stage_function(stage, columns, tokens, rounded, eps, shared=True):
-    "A device function (target, partial, x, weight, gate, begin, end) that a whole block calls to make columns [begin, end) of what the matrix meets, in shared memory or in memory; `begin` is a multiple of four times the block's threads. A barrier must follow"
+def stage_function(stage, columns, tokens, rounded, eps, threads, shared=True):
+    """A device function (target, partial, x, weight, gate, piece) that a block of `threads` calls to make what the matrix meets: in shared memory all of it (piece 0), or in memory the piece of 1024 columns of that number. A barrier must follow.
+    All loads go out before the first is used: their number is known here, and the wait for the second cache is paid once, not for each."""
     stride = record_bytes(columns) if rounded else 4 * columns
     round_four, store_pair = (quantize_four_staged, store_f32x2_staged) if shared else (quantize_four, store_f32x2)
 
@@ -425,58 +426,82 @@ def stage_function(stage, columns, tokens, rounded, eps, shared=True):
             store_pair(target + token * stride + 4 * column, v0, v1)
             store_pair(target + token * stride + 4 * column + 8, v2, v3)
 
-    @cuda.jit(device=True)
-    def copy(target, partial, x, weight, gate, begin, end): copy_to_stage(target, x, tokens * stride)
+    turns, every = (1 if not shared else -(-columns // (4 * threads))), -(-columns // (4 * threads))
+    noted, record_bytes_here = shared and not rounded and columns % 32 == 0, record_bytes(columns)
+    at_once = min(tokens * turns, 9)             # vectors of four that a thread holds
+    batches, held, row_held = -(-tokens * turns // at_once), (at_once, 4), (every, 4)
 
     @cuda.jit(device=True)
-    def quantize(target, partial, x, weight, gate, begin, end):
-        for t in range(tokens):
-            for start in range(begin, end, 4 * cuda.blockDim.x):
-                column = np.int64(start + 4 * cuda.threadIdx.x)
-                v = load_f32x4(x + 4 * (t * columns + min(column, np.int64(columns - 4))))
-                keep(target, t, column, v[0], v[1], v[2], v[3])
+    def load_into(v, i, address):
+        four = load_f32x4(address)
+        for k in range(4): v[i, k] = four[k]
 
     @cuda.jit(device=True)
-    def norm(target, partial, x, weight, gate, begin, end):
+    def spot(i, piece):
+        "(token, column) of this thread's vector number i"
+        return i // turns, np.int64(1024 * piece + 4 * (i % turns * threads + cuda.threadIdx.x))
+
+    @cuda.jit(device=True)
+    def copy(target, partial, x, weight, gate, piece): copy_to_stage(target, x, tokens * stride)
+
+    @cuda.jit(device=True)
+    def quantize(target, partial, x, weight, gate, piece):
+        v = cuda.local.array(held, np.float32)
+        for batch in range(batches):
+            for i in range(at_once):
+                t, column = spot(min(batch * at_once + i, tokens * turns - 1), piece)
+                load_into(v, i, x + 4 * (t * columns + min(column, np.int64(columns - 4))))
+            for i in range(at_once):
+                t, column = spot(min(batch * at_once + i, tokens * turns - 1), piece)
+                keep(target, t, column, v[i, 0], v[i, 1], v[i, 2], v[i, 3])
+
+    @cuda.jit(device=True)
+    def norm(target, partial, x, weight, gate, piece):
+        v = cuda.local.array(row_held, np.float32)
         for t in range(tokens):
             source, total = x + 4 * t * columns, np.float32(0)
-            for start in range(4 * cuda.threadIdx.x, columns, 4 * cuda.blockDim.x):
-                v = load_f32x4(source + 4 * start)
-                total += v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]
+            for i in range(every): load_into(v, i, source + 4 * min(4 * (i * threads + cuda.threadIdx.x), columns - 4))
+            for i in range(every):
+                if 4 * (i * threads + cuda.threadIdx.x) < columns: total += v[i, 0] * v[i, 0] + v[i, 1] * v[i, 1] + v[i, 2] * v[i, 2] + v[i, 3] * v[i, 3]
             scale = np.float32(1) / math.sqrt(block_sum(total, partial) / np.float32(columns) + np.float32(eps))
-            for start in range(begin, end, 4 * cuda.blockDim.x):
-                column = np.int64(start + 4 * cuda.threadIdx.x)
+            for i in range(turns):
+                column = np.int64(1024 * piece + 4 * (i * threads + cuda.threadIdx.x))
                 at = 4 * min(column, np.int64(columns - 4))
-                v, w = load_f32x4(source + at), load_f32x4(weight + at)
-                keep(target, t, column, v[0] * scale * w[0], v[1] * scale * w[1], v[2] * scale * w[2], v[3] * scale * w[3])
+                four = load_f32x4(weight + at)
+                if not shared: load_into(v, i, source + at)
+                a, b, c, d = v[i, 0] * scale * four[0], v[i, 1] * scale * four[1], v[i, 2] * scale * four[2], v[i, 3] * scale * four[3]
+                keep(target, t, column, a, b, c, d)
+                if noted and gate != 0 and cuda.blockIdx.x == 0: quantize_four(gate + t * record_bytes_here, columns, column, a, b, c, d)
             cuda.syncthreads()
 
     @cuda.jit(device=True)
-    def gated(target, partial, x, weight, gate, begin, end):
-        w = load_f32x4(weight + 16 * (cuda.threadIdx.x & 31))
-        for t in range(tokens):
-            for start in range(begin, end, 4 * cuda.blockDim.x):                     # a warp holds one head: 32 lanes of four
-                column = np.int64(start + 4 * cuda.threadIdx.x)
+    def gated(target, partial, x, weight, gate, piece):
+        v, z, w = cuda.local.array(held, np.float32), cuda.local.array(held, np.float32), load_f32x4(weight + 16 * (cuda.threadIdx.x & 31))
+        for batch in range(batches):
+            for i in range(at_once):
+                t, column = spot(min(batch * at_once + i, tokens * turns - 1), piece)
                 at = 4 * (t * columns + min(column, np.int64(columns - 4)))
-                v, z = load_f32x4(x + at), load_f32x4(gate + at)
-                mean = warp_sum(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3], 32) / np.float32(128)
+                load_into(v, i, x + at)
+                load_into(z, i, gate + at)
+            for i in range(at_once):                                                 # a warp holds one head: 32 lanes of four
+                t, column = spot(min(batch * at_once + i, tokens * turns - 1), piece)
+                mean = warp_sum(v[i, 0] * v[i, 0] + v[i, 1] * v[i, 1] + v[i, 2] * v[i, 2] + v[i, 3] * v[i, 3], 32) / np.float32(128)
                 scale = np.float32(1) / math.sqrt(mean + np.float32(eps))
-                keep(target, t, column, v[0] * scale * w[0] * silu(z[0]), v[1] * scale * w[1] * silu(z[1]), v[2] * scale * w[2] * silu(z[2]), v[3] * scale * w[3] * silu(z[3]))
+                keep(target, t, column, v[i, 0] * scale * w[0] * silu(z[i, 0]), v[i, 1] * scale * w[1] * silu(z[i, 1]), v[i, 2] * scale * w[2] * silu(z[i, 2]), v[i, 3] * scale * w[3] * silu(z[i, 3]))
 
     @cuda.jit(device=True)
-    def swiglu(target, partial, x, weight, gate, begin, end):
-        for t in range(tokens):
-            for start in range(begin, end, 4 * cuda.blockDim.x):
-                column = np.int64(start + 4 * cuda.threadIdx.x)
-                at = x + 4 * (2 * t * columns + min(column, np.int64(columns - 4)))
-                v, u = load_f32x4(at), load_f32x4(at + 4 * columns)
-                keep(target, t, column, silu(v[0]) * u[0], silu(v[1]) * u[1], silu(v[2]) * u[2], silu(v[3]) * u[3])
+    def swiglu(target, partial, x, weight, gate, piece):
+        for i in range(tokens * turns):
+            t, column = spot(i, piece)
+            at = x + 4 * (2 * t * columns + min(column, np.int64(columns - 4)))
+            v, u = load_f32x4(at), load_f32x4(at + 4 * columns)
+            keep(target, t, column, silu(v[0]) * u[0], silu(v[1]) * u[1], silu(v[2]) * u[2], silu(v[3]) * u[3])
     return dict(copy=copy, quantize=quantize, norm=norm, gated=gated, swiglu=swiglu)[stage]
 
 @lru_cache(None)
 def stage_kernel(stage, columns, rounded=True, eps=1e-6):
     "A stage as a kernel of its own, for matrices of so many blocks that each doing it costs more than a launch. Arguments: x, weight, gate, target (tokens of records or floats). Launch through `prepare`"
-    fill, pieces, stride = stage_function(stage, columns, 1, rounded, eps, False), -(-columns // 1024), record_bytes(columns) if rounded else 4 * columns
+    fill, pieces, stride = stage_function(stage, columns, 1, rounded, eps, 256, False), -(-columns // 1024), record_bytes(columns) if rounded else 4 * columns
     wide = 2 if stage == 'swiglu' else 1
 
     def staged(x, weight, gate, target):
@@ -484,21 +509,21 @@ def stage_kernel(stage, columns, rounded=True, eps=1e-6):
         partial = cuda.shared.array(32, np.float32)
         token, piece = np.int64(cuda.blockIdx.x) // pieces, np.int64(cuda.blockIdx.x) % pieces
         wait_for_previous()
-        fill(target + token * stride, partial, x + 4 * wide * token * columns, weight, gate + 4 * token * columns, 1024 * piece, min(1024 * (piece + 1), np.int64(columns)))
+        fill(target + token * stride, partial, x + 4 * wide * token * columns, weight, gate + 4 * token * columns, piece)
     return Kernel(staged, *[types.int64] * 4, name=f'{stage}_{columns}_{int(rounded)}_{eps}')
 
 def prepare(stage, columns, x, target, tokens=1, weight=0, gate=0, rounded=True, eps=1e-6, stream=None, dependent=True):
     "Run a stage by itself: addresses of x, of the records (or floats) to write, of the norm's weight and of the gate"
     stage_kernel(stage, columns, rounded, eps).launch(tokens * -(-columns // 1024), 256, x, weight, gate, target, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/01_linear.ipynb #093207e3
+# %% ../../nbs/cuda/01_linear.ipynb #e204c1bc
 STAGE_BYTES = 46080 # of activations that fit into shared memory
 CHUNK = 4           # units that a lane has in flight for each row; more need registers that hold warps back
 
 @lru_cache(None)
-def gemv_kernel(name, columns, tokens=1, rows_each=1, chunk=CHUNK, stage='direct', add=False, eps=1e-6):
+def gemv_kernel(name, columns, tokens=1, rows_each=1, chunk=CHUNK, stage='direct', add=False, eps=1e-6, block=128):
     """y[t, row] = W[row] · stage(x[t]) for `tokens` (1–8) rows of activations. Arguments: the four planes, x, the norm's weight and the gate's address (0 where the stage has none), y (tokens, y_stride) float32, y_stride, number of rows of W.
-    rows_each: how many rows of W a group of lanes works on at once; add: y += instead. Launch through `gemv`."""
+    rows_each: how many rows of W a group of lanes works on at once; add: y += instead; block: threads in a block. Launch through `gemv`."""
     kind, rows = KINDS[name], rows_each
     lanes, row_units = lanes_for(kind, columns), columns // kind.unit
     steps = row_units // lanes
@@ -508,7 +533,7 @@ def gemv_kernel(name, columns, tokens=1, rows_each=1, chunk=CHUNK, stage='direct
     staged, stage_words = stage != 'direct', tokens * (record_bytes(columns) if kind.rounded else 4 * columns) // 4
     fetch, compute = make(name, columns, tokens, rows, units, staged)
     fetch_rest, compute_rest = make(name, columns, tokens, rows, max(rest, 1), staged)
-    fill = stage_function(stage if staged else 'copy', columns, tokens, kind.rounded, eps)
+    fill = stage_function(stage if staged else 'copy', columns, tokens, kind.rounded, eps, block)
 
     def gemv(low, high, scale, extra, x, weight, gate, y, y_stride, num_rows):
         launch_dependents()
@@ -521,7 +546,7 @@ def gemv_kernel(name, columns, tokens=1, rows_each=1, chunk=CHUNK, stage='direct
         wait_for_previous()
         if staged:
             spot = shared_address(cuda.shared.array(stage_words, np.uint32))
-            fill(spot, cuda.shared.array(32, np.float32), x, weight, gate, 0, columns)
+            fill(spot, cuda.shared.array(32, np.float32), x, weight, gate, 0)
             cuda.syncthreads()
             x = spot
         compute(raw, x, lane, total)
@@ -534,7 +559,7 @@ def gemv_kernel(name, columns, tokens=1, rows_each=1, chunk=CHUNK, stage='direct
             fetch_rest(raw, low, high, scale, extra, first, unit)
             compute_rest(raw, x, unit, total)
         _finish(total, rows, tokens, lanes, lane, min(row, np.int64(num_rows - rows)), row, row < num_rows, extra, factored, add, y, y_stride)
-    return Kernel(gemv, *[types.int64] * 8, types.int32, types.int32, name=f'gemv_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}{"" if eps == 1e-6 else f"_{eps}"}')
+    return Kernel(gemv, *[types.int64] * 8, types.int32, types.int32, name=f'gemv_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}_b{block if staged and stage != "copy" else 0}_{eps}')
 
 @cuda.jit(device=True)
 def _finish(total, rows, tokens, lanes, lane, row, own, inside, extra, factored, add, y, y_stride):
@@ -552,20 +577,23 @@ def _finish(total, rows, tokens, lanes, lane, row, own, inside, extra, factored,
                 if not add: store_f32(at, value)
                 elif row + r >= own: store_f32(at, load_f32(at) + value)              # the last group may repeat rows of the one before; what is added must be added once
 
-# %% ../../nbs/cuda/01_linear.ipynb #39672bb9
+# %% ../../nbs/cuda/01_linear.ipynb #8e37202e
 def launch_rule(kind, rows, columns, tokens=1):
     "How many rows a group of lanes takes (`rows_each`), units in flight for each (`chunk`), whether activations go through shared memory (`stage`), threads in a block"
     steps = columns // kind.unit // lanes_for(kind, columns)
     few = rows <= 6144
     fits = tokens * (record_bytes(columns) if kind.rounded else 4 * columns) <= STAGE_BYTES
-    if tokens > 1: return dict(rows_each=2 if kind.rounded else 1, chunk=2, stage='copy' if fits else 'direct', block=128)
+    if tokens > 1: return dict(rows_each=(2 if tokens == 2 else 4) if kind.rounded else 1 if kind.name == 'FP8' else 2, chunk=1 if tokens > 2 and kind.rounded else 2, stage='copy' if fits else 'direct', block=128)
     if 4 < steps <= 8 and not few: return dict(rows_each=1, chunk=8, stage='direct', block=128)
-    return dict(rows_each=2, chunk=8 if rows <= 1024 else CHUNK, stage='copy' if few and fits else 'direct', block=128)
+    return dict(rows_each=2, chunk=8 if rows <= 1024 else CHUNK, stage='copy' if few and columns <= 8192 else 'direct', block=128)
 
 def gemv_arguments(kind, rows, columns, tokens=1, **options):
     "(arguments of `gemv_kernel`, threads in a block) for one matrix: the rule's, or what `options` say instead"
     rule = launch_rule(kind, rows, columns, tokens) | options
-    return (kind.name, columns, tokens, min(rule['rows_each'], rows), rule['chunk'], rule['stage'], rule.get('add', False), rule.get('eps', 1e-6)), rule['block']
+    fits = tokens * (record_bytes(columns) if kind.rounded else 4 * columns) <= STAGE_BYTES
+    if not fits and rule['stage'] == 'copy': rule['stage'] = 'direct'
+    if not fits and rule['stage'] != 'direct': raise UnsupportedError(f'{tokens} rows of {columns} activations do not fit into shared memory: run the stage by itself (`prepare`)')
+    return (kind.name, columns, tokens, min(rule['rows_each'], rows), rule['chunk'], rule['stage'], rule.get('add', False), rule.get('eps', 1e-6), rule['block']), rule['block']
 
 def gemv(matrix, x, y, y_stride=None, tokens=1, stream=None, dependent=True, weight=0, gate=0, **options):
     """y (tokens, y_stride) float32 = W · stage(x). x, y, weight, gate: addresses, see the stages; y_stride: floats from one token's answer to the next (None: the rows of W);
@@ -575,7 +603,7 @@ def gemv(matrix, x, y, y_stride=None, tokens=1, stream=None, dependent=True, wei
     blocks = -(-groups * lanes_for(matrix.kind, matrix.columns) // block)
     gemv_kernel(*arguments).launch(blocks, block, *matrix.addresses, x, weight, gate, y, y_stride or matrix.rows, matrix.rows, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/01_linear.ipynb #c6a63411
+# %% ../../nbs/cuda/01_linear.ipynb #53649bcb
 @lru_cache(None)
 def embed_kernel(name, columns):
     "Arguments: four planes, ids (tokens) int32, out (tokens, columns) float32. A block for each token, a thread for each unit of 32"

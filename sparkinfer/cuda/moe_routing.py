@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WARPS', 'ordered', 'unordered', 'chooser', 'experts_up_kernel', 'experts_down_kernel']
 
-# %% ../../nbs/cuda/05_moe_routing.ipynb #3c2603f1
+# %% ../../nbs/cuda/05_moe_routing.ipynb #cc8a2ff4
 import math
 from functools import lru_cache
 import numpy as np
@@ -15,7 +15,7 @@ from .graphs import Kernel
 from .linear import KINDS, ROUNDED, lanes_for, record_bytes, rounded_chunk, silu, stage_function, unit_dot
 from .ptx import as_float, as_word, launch_dependents, load_f32, load_u32, shared_address, store_f32, store_u32, wait_for_previous, warp_max_word, warp_min_word, warp_sum
 
-# %% ../../nbs/cuda/05_moe_routing.ipynb #cbc18deb
+# %% ../../nbs/cuda/05_moe_routing.ipynb #e3290aca
 @cuda.jit(device=True)
 def ordered(value):
     "A float as a word: a larger float is a larger word; 0 is below all"
@@ -48,23 +48,23 @@ def chooser(experts):
         return top, winner
     return read, best_left
 
-# %% ../../nbs/cuda/05_moe_routing.ipynb #33065b05
+# %% ../../nbs/cuda/05_moe_routing.ipynb #cdc54859
 WARPS = 4           # in a block of the expert kernels
 
 @lru_cache(None)
-def experts_up_kernel(name, shared_name, hidden, width, experts, chosen, shared, normalise=True, eps=1e-6):
-    """silu(gate · x) · (up · x) of the chosen experts and of the shared one (`shared`: its width, 0 for none, or equal to `width`), x = RMSNorm(h) · weight.
-    Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), four planes of the shared expert, h (tokens, hidden), weight, scores (tokens, experts + 1), ids (tokens, chosen) int32, weights (tokens, chosen), out (tokens, chosen + 1, width)"""
+def experts_up_kernel(name, shared_name, hidden, width, experts, chosen, shared, normalise=True):
+    """silu(gate · x) · (up · x) of the chosen experts and of the shared one (`shared`: its width, 0 for none, or equal to `width`), x as records, which the router's kernel left (`gate` of its norm).
+    Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), four planes of the shared expert, records (tokens), scores (tokens, experts + 1), ids (tokens, chosen) int32, weights (tokens, chosen), out (tokens, chosen + 1, width)"""
     read, best_left = chooser(experts)
     steps = [hidden // 32 // lanes_for(KINDS[n], hidden) for n in (name, shared_name)]
     pieces = [rounded_chunk(n, hidden, 1, 2, s, True, width * (hidden // 32)) for n, s in zip((name, shared_name), steps)]
     (fetch, compute), (fetch_shared, compute_shared) = pieces
     held, held_shared = [(2 * s, KINDS[n].words) for n, s in zip((name, shared_name), steps)]
-    fill, stage_words, row_units, per = stage_function('norm', hidden, 1, True, eps), record_bytes(hidden) // 4, hidden // 32, experts // 32
+    fill, stage_words, row_units, per = stage_function('copy', hidden, 1, True, 0., 32 * WARPS), record_bytes(hidden) // 4, hidden // 32, experts // 32
     assert lanes_for(KINDS[name], hidden) == 32 and width % WARPS == 0 and experts % 32 == 0 and shared in (0, width)
     blocks, slots = width // WARPS, chosen + (1 if shared else 0)
 
-    def experts_up(low, high, scale, extra, low_s, high_s, scale_s, extra_s, h, weight, scores, ids, weights, out):
+    def experts_up(low, high, scale, extra, low_s, high_s, scale_s, extra_s, records, scores, ids, weights, out):
         launch_dependents()
         lane, warp = np.int64(cuda.threadIdx.x & 31), np.int64(cuda.threadIdx.x >> 5)
         token, slot = np.int64(cuda.blockIdx.x) // (slots * blocks), np.int64(cuda.blockIdx.x) // blocks % slots
@@ -73,12 +73,12 @@ def experts_up_kernel(name, shared_name, hidden, width, experts, chosen, shared,
         total[0] = total[1] = np.float32(0)
         spot = shared_address(cuda.shared.array(stage_words, np.uint32))
         partial = cuda.shared.array(32, np.float32)              # a line of its own: the simulator tells shared arrays apart by their lines
-        source = h + 4 * token * hidden
+        source = records + 4 * token * stage_words
         if slot == chosen:
             raw_s = cuda.local.array(held_shared, np.uint32)
             fetch_shared(raw_s, low_s, high_s, scale_s, extra_s, row * row_units, lane)
             wait_for_previous()
-            fill(spot, partial, source, weight, np.int64(0), 0, hidden)
+            fill(spot, partial, source, np.int64(0), np.int64(0), 0)
             cuda.syncthreads()
             compute_shared(raw_s, spot, lane, total)
         else:
@@ -88,7 +88,7 @@ def experts_up_kernel(name, shared_name, hidden, width, experts, chosen, shared,
             expert = np.int64(0)
             for _ in range(slot + 1): expert = np.int64(best_left(keys, lane)[1])
             fetch(raw, low, high, scale, extra, (expert * 2 * width + row) * row_units, lane)
-            fill(spot, partial, source, weight, np.int64(0), 0, hidden)
+            fill(spot, partial, source, np.int64(0), np.int64(0), 0)
             cuda.syncthreads()
             compute(raw, spot, lane, total)
         for i in range(2): total[i] = warp_sum(total[i], 32)
@@ -115,9 +115,9 @@ def experts_up_kernel(name, shared_name, hidden, width, experts, chosen, shared,
         if lane < chosen:
             store_u32(ids + 4 * lane, own_id)
             store_f32(weights + 4 * lane, own / everything)
-    return Kernel(experts_up, *[types.int64] * 14, name=f'experts_up_{name}_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}_{int(normalise)}_{eps}')
+    return Kernel(experts_up, *[types.int64] * 13, name=f'experts_up_{name}_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}_{int(normalise)}')
 
-# %% ../../nbs/cuda/05_moe_routing.ipynb #4c2cac66
+# %% ../../nbs/cuda/05_moe_routing.ipynb #3c702038
 @lru_cache(None)
 def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, shared):
     """h += Σ weight · (down of the chosen expert · its middle) + sigmoid(the last score) · (down of the shared one · its middle).
@@ -129,7 +129,7 @@ def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, share
     each, turns = units // lanes, -(-chosen // groups)
     held, held_shared, shared_steps = (each * turns, kind.words), (max(1, -(-units // 32)), KINDS[shared_name].words), -(-units // 32)
     middles = chosen + 1
-    stride, fill, stage_words = record_bytes(width), stage_function('quantize', width, middles if shared else chosen, True, 0.), middles * record_bytes(width) // 4
+    stride, fill, stage_words = record_bytes(width), stage_function('quantize', width, middles if shared else chosen, True, 0., 32 * WARPS), middles * record_bytes(width) // 4
     assert hidden % WARPS == 0
     blocks = hidden // WARPS
 
@@ -146,7 +146,7 @@ def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, share
         for i in range(turns):
             expert = np.int64(load_u32(ids + 4 * (token * chosen + min(i * groups + group, np.int64(chosen - 1)))))
             for u in range(each): fetch_unit(raw, i * each + u, low, high, scale, extra, (expert * hidden + row) * units + part + lanes * u)
-        fill(spot, cuda.shared.array(32, np.float32), middle + 4 * token * middles * width, np.int64(0), np.int64(0), 0, width)
+        fill(spot, cuda.shared.array(32, np.float32), middle + 4 * token * middles * width, np.int64(0), np.int64(0), 0)
         cuda.syncthreads()
         for i in range(turns):
             choice = min(i * groups + group, np.int64(chosen - 1))
