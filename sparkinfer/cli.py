@@ -89,7 +89,7 @@ def sampling_options(command):
 # %% ../nbs/11_cli.ipynb #6b4b60e6
 def load_options(command):
     "Adds what a model is loaded with: `--threads`, `--context`, `--runner`"
-    for option in (click.option('--runner', type=click.Choice(['auto', 'cpu', 'spec']), default='auto', show_default=True, help='auto: the fastest; spec: plain NumPy.'),
+    for option in (click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec']), default='auto', show_default=True, help='auto: the fastest; cpu-file: weights stay in the mapped file; spec: plain NumPy.'),
                    click.option('--context', type=int, help='Tokens of prompt and answer together.  [default: what the model was trained for]'),
                    click.option('--threads', type=int, help='[default: all cores]')): command = option(command)
     return command
@@ -393,7 +393,7 @@ def warmup(model, **load):
 @click.option('--tokens', type=click.IntRange(1, 4096), default=32, show_default=True, help='Tokens of one round of decode.')
 @click.option('--rounds', type=click.IntRange(1, 1000), default=7, show_default=True)
 @click.option('--threads', type=int, help='[default: all cores]')
-@click.option('--runner', type=click.Choice(['auto', 'cpu', 'spec']), default='auto', show_default=True)
+@click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec']), default='auto', show_default=True, help='cpu-file: weights stay in the mapped file.')
 @click.option('--compare', is_flag=True, help='Take turns with llama.cpp (the wheel xllamacpp), flash attention on and off.')
 @click.option('--save', is_flag=True, help='Keep the record under data/results.')
 def bench(model, contexts, prefill, tokens, rounds, threads, runner, compare, save):
