@@ -28,9 +28,8 @@ VARIANTS = {'qwen3_moe-raw': 'qwen3_moe', 'qwen3_moe-all': 'qwen3_moe', 'qwen3_n
 WHOLE = ('qwen3_next', 'qwen3_5-r2', 'qwen3_5_moe')                                 # recorded at each of the first 75 positions
 HYBRIDS = tuple(name for name in FAMILIES if name.startswith(('qwen3_next', 'qwen3_5')))
 LIMITS = {'spec': 1e-4, 'cpu32': 1e-3}                # the plain runner, and the fast one with float32 weights and memory
-FAST = FAMILIES                                       # what the fast runner computes
 needs = lambda package: pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f'{package} comes with the parity extra')
-def each(*names): return pytest.mark.parametrize('kind, name', [(kind, name) for kind in LIMITS for name in names if kind == 'spec' or VARIANTS.get(name, name) in FAST])
+def each(*names): return pytest.mark.parametrize('kind, name', [(kind, name) for kind in LIMITS for name in names])
 
 def suffix(name): return name.removeprefix(VARIANTS[name]) if name in VARIANTS else ''
 
