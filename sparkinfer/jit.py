@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['KERNEL_FLAGS', 'KERNEL_WINGS', 'CPU_LEVELS', 'jit', 'package_root', 'kernel_sources', 'Sources', 'target_features',
-           'cpu_level', 'Unstable', 'fingerprint', 'kernel_roots', 'write_kernel', 'read_kernel', 'prune_kernels',
-           'KernelKey', 'KernelCache', 'Compiling', 'compile_progress']
+           'cpu_level', 'Unstable', 'fingerprint', 'plain_qualname', 'kernel_roots', 'write_kernel', 'read_kernel',
+           'prune_kernels', 'KernelKey', 'name_by_content', 'KernelCache', 'Compiling', 'compile_progress']
 
 # %% ../nbs/01_jit.ipynb #a05e1b45
 import hashlib, os, pickle, re, shutil, stat, sys, tempfile, time, uuid, warnings
@@ -132,8 +132,10 @@ def fingerprint(value, _seen=()) -> str:
     if is_dataclass(value): return f'{type(value).__qualname__}({", ".join(again(getattr(value, f.name)) for f in fields(value))})'
     raise Unstable(f'a {type(value).__module__}.{type(value).__qualname__}')
 
+def plain_qualname(f: FunctionType) -> str: return f.__dict__.get('plain_qualname', f.__qualname__)
+
 def _function_fingerprint(f: FunctionType, again) -> str:
-    place = f'{f.__module__}.{f.__qualname__}:{f.__code__.co_firstlineno}'
+    place = f'{f.__module__}.{plain_qualname(f)}:{f.__code__.co_firstlineno}'
     if _is_written_down(f): return place
     captured = {name: cell.cell_contents for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ())}
     if f.__globals__ is not getattr(sys.modules.get(f.__module__), '__dict__', None):                 # made by `exec` in a namespace of its own
@@ -218,7 +220,7 @@ class KernelKey:
         "The name of one compiled version: readable, and unique by a hash of all that it depends on. Raises `Unstable`."
         args, return_type = sigutils.normalize_signature(sig)
         key = [fingerprint(self.py_func), fingerprint(self.options), [self._type_key(t) for t in args], str(return_type), codegen.magic_tuple(), self.all_sources.digest]
-        name = re.sub(r'[^\w.]+', '', f'{self.py_func.__module__.partition(".")[2]}.{self.py_func.__qualname__}')
+        name = re.sub(r'[^\w.]+', '', f'{self.py_func.__module__.partition(".")[2]}.{plain_qualname(self.py_func)}')
         return f'{name[-80:]}-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.kernel'
 
     def _type_key(self, t) -> str:
@@ -233,6 +235,15 @@ def _mark_used(folder: Path):
     _Process.touched.add(folder)
     try: os.utime(folder)
     except OSError: pass
+
+# %% ../nbs/01_jit.ipynb #ab050066
+def name_by_content(f: FunctionType):
+    "Give a closure a name of its own, the same in every process. Not needed by a function that stands in a module, and not possible for one that cannot be described, which is not cached either"
+    if _is_written_down(f) or 'plain_qualname' in f.__dict__: return
+    try: digest = hashlib.sha256(fingerprint(f).encode()).hexdigest()[:16]
+    except Unstable: return
+    f.plain_qualname = f.__qualname__
+    f.__qualname__ = f'{f.__qualname__}_{digest}'
 
 # %% ../nbs/01_jit.ipynb #a02bd2f2
 class KernelCache(_Cache):
@@ -252,6 +263,7 @@ class KernelCache(_Cache):
     def load_overload(self, sig, target_context):
         "The compiled version for these argument types, or None: absent, damaged, or made by something that this process does not have"
         target_context.refresh()                                                     # registers the types that the pickle refers to
+        name_by_content(self.key.py_func)                                            # before it is compiled
         if not self.enabled or not self.key.all_sources.unchanged(): return None
         try: name = self.key.file_name(sig, target_context.codegen())
         except Unstable: return None
@@ -291,7 +303,7 @@ class _CompileListener(numba_event.Listener):
     def __init__(self, report): self.report, self.stack = report, []
     def _tell(self, event, depth, seconds):
         f = event.data['dispatcher'].py_func
-        self.report(Compiling(f'{f.__module__.removeprefix(sparkinfer.__name__ + ".")}.{f.__qualname__}', depth, seconds))
+        self.report(Compiling(f'{f.__module__.removeprefix(sparkinfer.__name__ + ".")}.{plain_qualname(f)}', depth, seconds))
     def on_start(self, event):
         self.stack.append(time.perf_counter())
         self._tell(event, len(self.stack) - 1, None)

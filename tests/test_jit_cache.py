@@ -154,3 +154,13 @@ def test_without_jit_kernels_are_plain_python(house):
     assert ask(house, code, NUMBA_DISABLE_JIT='1')[0] == '20 function'
 
 def test_level_of_this_machine_is_one_it_has(): assert CPU_LEVELS[cpu_level()] <= target_features()
+
+def test_closures_from_different_processes_do_not_share_a_name(tmp_path):
+    "Kernels of two weight formats are closures of one function. Each compiled by its own process, both loaded by a third: two addresses, or one format computes with the other's kernel and nobody is told"
+    code = 'import sys; from sparkinfer.ops import linear as l; print(*(l.open_door(int(kind), door) for door in ("matvec", "matmul") for kind in sys.argv[1:]))'
+    def addresses(*kinds):
+        done = subprocess.run([sys.executable, '-c', code, *kinds], env=os.environ | {'SPARKINFER_CACHE': str(tmp_path)}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+    addresses('3'), addresses('5'), addresses('35')
+    assert len(set(addresses('3', '5', '35'))) == 6
