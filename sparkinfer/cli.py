@@ -319,6 +319,7 @@ def quantize(source, target, to, maps, refit, layout, quiet):
     "Convert IN (a GGUF file, a Hugging Face folder, a model's name) to OUT: a GGUF file if its name ends in .gguf, else a safetensors folder."
     from sparkinfer.models.convert import convert
     with written_bytes(os.path.basename(target), quiet) as progress:
+        target = target.rstrip('/') or target                                  # `x.gguf/` is the file x.gguf, whoever typed it
         done = convert(source, target, to or ('Q4_K_M' if target.endswith('.gguf') else 'NVFP4'), maps, refit, layout=layout, progress=progress)
     click.echo(f'{done!r}\nin {done.seconds:.1f} s')
 
@@ -333,9 +334,10 @@ def quantize(source, target, to, maps, refit, layout, quiet):
 def synth(shape, out, layers, container, to, seed, quiet):
     """Write random weights in the shape of a named model.
 
-    SHAPE: qwen3-30b-a3b, qwen3.6-35b-a3b, qwen3.8-27b; tiny-llama, tiny-qwen3, tiny-qwen3moe, tiny-qwen3next, tiny-qwen35, tiny-qwen35moe."""
+    SHAPE: qwen3-30b-a3b, qwen3.6-35b-a3b, qwen3.8-27b; small-qwen35, small-qwen35moe; tiny-llama, tiny-qwen3, tiny-qwen3moe, tiny-qwen3next, tiny-qwen35, tiny-qwen35moe."""
     from sparkinfer.models.synthetic import synth as write
     with written_bytes(os.path.basename(out), quiet) as progress:
+        out = out.rstrip('/') or out
         done = write(shape, out, container or ('gguf' if out.endswith('.gguf') else 'safetensors'), layers, to=to, seed=seed, progress=progress)
     click.echo(repr(done))
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sparkinfer.errors import UnsupportedError
+from sparkinfer.errors import SparkinferError, UnsupportedError
 from sparkinfer.formats.blocks import quant_type
 from sparkinfer.formats.gguf import Tensor, open_gguf
 from sparkinfer.formats.safetensors import open_folder
@@ -269,3 +269,19 @@ def test_llama_cpp_reads_the_same_model(name, gguf_file):
     rows = logits[np.r_[75 - len(rec['prompt_75']):75, 75:83, 126:130]]
     spec = fresh(runner_of('spec', name), rec['ids'])
     assert worst(rows, recorded) <= .02 and (logits.argmax(-1) == spec.argmax(-1)).mean() >= .99
+
+@pytest.mark.parametrize('key, value', [('ssm.inner_size', 1 << 26), ('ssm.state_size', (1 << 31) - 1), ('ssm.group_count', 1 << 20)])
+def test_sizes_from_a_strangers_header_allocate_nothing(tmp_path, key, value):
+    "Tables of row numbers were made from header numbers before any tensor's shape had been looked at: gigabytes for a file of 6 MB"
+    import tracemalloc
+    from sparkinfer.formats.gguf import write_gguf
+    from sparkinfer.models.synthetic import synth
+    synth('tiny-qwen35moe', tmp_path/'good.gguf')
+    with open_gguf(tmp_path/'good.gguf') as good:
+        write_gguf(tmp_path/'bad.gguf', {**good.metadata, f'qwen35moe.{key}': value}, good.tensors)
+    with open_gguf(tmp_path/'bad.gguf') as bad:
+        tracemalloc.start()
+        with pytest.raises(SparkinferError): Weights.from_checkpoint(bad, ModelConfig.from_checkpoint(bad))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 5e6, peak

@@ -272,3 +272,10 @@ def test_spoiled_sources_convert_or_are_refused(small_models, name, tmp_path):
                 except FormatError: continue
             done += converts_or_refuses(tmp_path/'m.gguf', target, to)
     assert 0 < done < count, 'the damage must be neither harmless nor all fatal, or it tests nothing'
+
+@pytest.mark.parametrize('entry', [[1], 'x', 5])
+def test_rope_that_is_no_object_is_one_line(entry):
+    from sparkinfer.errors import FormatError
+    from sparkinfer.models.config import ModelConfig
+    config = dict(model_type='llama', hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=10, max_position_embeddings=64, rms_norm_eps=1e-5, rope_parameters=entry)
+    with pytest.raises(FormatError, match='rope_parameters'): ModelConfig.from_hf(config)

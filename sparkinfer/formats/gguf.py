@@ -8,7 +8,7 @@ __all__ = ['FEW', 'NUMBER_SIZES', 'NUMBER_CODES', 'KINDS', 'DEEPEST_ARRAY', 'MIS
            'read_strings', 'short_strings', 'read_version', 'Header', 'read_metadata', 'read_alignment', 'read_places',
            'tensor_type', 'check_places', 'read_header', 'Checkpoint', 'totals_by_type', 'map_file', 'open_part',
            'open_gguf', 'whole_number', 'split_paths', 'check_parts', 'kind_of', 'element_kind', 'pack_string',
-           'pack_value', 'as_tensor', 'write_data', 'write_gguf', 'value_text', 'describe', 'columns']
+           'pack_value', 'as_tensor', 'move_new', 'write_data', 'write_gguf', 'value_text', 'describe', 'columns']
 
 # %% ../../nbs/formats/01_gguf.ipynb #02ded95a
 import math, mmap, os, re, struct
@@ -446,6 +446,17 @@ def as_tensor(name, value):
     if not callable(data) and quant.nbytes(math.prod(shape)) != len(data): raise FormatError(f'tensor {name!r}: {shape_text(shape)} of {quant.name} takes {quant.nbytes(math.prod(shape))} bytes, not {len(data)}')
     return Tensor(name, shape, quant, data)
 
+# %% ../../nbs/formats/01_gguf.ipynb #39840874
+def move_new(source, target):
+    "Give a finished file its name, which nothing else may have taken meanwhile. Raises FileExistsError"
+    taken = FileExistsError(f'{target} exists by now, made by another program; choose another name')
+    try: os.link(source, target)
+    except FileExistsError: raise taken from None
+    except OSError:                                                            # a file system without hard links
+        if os.path.exists(target): raise taken from None
+        return os.replace(source, target)
+    os.unlink(source)
+
 # %% ../../nbs/formats/01_gguf.ipynb #a6f6888e
 def write_data(file, tensor, alignment):
     "The bytes of one tensor; FormatError when a function gave another number of them than type and shape say"
@@ -480,7 +491,8 @@ def write_gguf(path, metadata, tensors, *, kinds=None, overwrite=False, version=
             f.write(head + bytes(-len(head) % alignment))
             for t in tensors: write_data(f, t, alignment)
             f.flush(); os.fsync(f.fileno())              # the name must not reach the disk before the bytes
-        os.replace(beside, path)
+        if overwrite: os.replace(beside, path)
+        else: move_new(beside, path)
     finally: beside.unlink(missing_ok=True)
     return path
 

@@ -745,6 +745,9 @@ def write_folder(path, tensors, config, *, dialect='modelopt', generation_config
         for file in files: shutil.copyfile(file, beside / Path(file).name)
         for name, value in texts.items():
             if value is not None: (beside / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + '\n', 'utf-8')
-        os.rename(beside, path)
+        try: os.rename(beside, path)
+        except OSError as error:
+            if path.exists(): raise FileExistsError(f'{path} exists by now, made by another program; choose another name') from error
+            raise
     finally: shutil.rmtree(beside, ignore_errors=True)
     return path

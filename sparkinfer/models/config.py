@@ -284,7 +284,10 @@ def read_gguf_config(metadata, tensors):
 # %% ../../nbs/models/00_config.ipynb #ea519e3b
 def hf_rope(keys, family, head_dim):
     "Rotary fields from config.json; UnsupportedError for scalings that we do not compute"
-    rope = {**(keys.metadata.get('rope_scaling') or {}), **(keys.metadata.get('rope_parameters') or {})}
+    parts = {name: keys.metadata.get(name) or {} for name in ('rope_scaling', 'rope_parameters')}
+    for name, part in parts.items():
+        if not isinstance(part, dict): raise FormatError(f'config.json: `{name}` must be an object; the file says {shown(part)}')
+    rope = parts['rope_scaling'] | parts['rope_parameters']
     outside = {key: keys.metadata[key] for key in ('rope_theta', 'partial_rotary_factor', 'mrope_section') if keys.has(key)}
     found = Keys(rope | outside, keys.architecture, '', keys.source)
     kind = rope.get('rope_type', rope.get('type', 'default'))

@@ -630,6 +630,7 @@ def writing(target):
     "A disk that fills up, a limit on the size of files, a folder without permission: SparkinferError that names the target, which the writers have removed by then"
     try: yield
     except SparkinferError: raise
+    except FileExistsError as e: raise SparkinferError(str(e)) from e
     except OSError as e: raise SparkinferError(f'{target} cannot be written: {e.strerror or e}. Nothing is left of it') from e
 
 def need_room(target, nbytes):
