@@ -405,3 +405,10 @@ def test_plain_arrays_round_trip(tmp_path_factory, shapes, shard_bytes):
     with open_folder(folder) as checkpoint:
         assert checkpoint.tensors.keys() == arrays.keys()
         for name, a in arrays.items(): assert checkpoint.tensors[name].shape == a.shape and np.array_equal(checkpoint.tensors[name].dequantize(), a.astype(np.float32))
+
+def test_half_a_model_without_an_index(tmp_path):
+    "One file called …-00001-of-00002 was taken for a whole model"
+    from safetensors.numpy import save_file
+    save_file({'x.weight': np.ones((2, 4), np.float32)}, tmp_path/'model-00001-of-00002.safetensors')
+    (tmp_path/'config.json').write_text('{"model_type": "llama"}')
+    with pytest.raises(FormatError, match='1 of 2 files are missing'): open_folder(tmp_path)

@@ -148,7 +148,7 @@ def find_files(path):
         if 'model.safetensors' in found and 'model.safetensors' not in files: raise FormatError(f'{folder}: has both model.safetensors and an index of other files; remove the one that does not belong to the model')
         return folder, [folder / name for name in files], weight_map
     if 'model.safetensors' in found: return folder, [found['model.safetensors']], {}
-    if len(found) == 1: return folder, list(found.values()), {}
+    if len(found) == 1 and not SHARD_NAME.fullmatch(next(iter(found))): return folder, list(found.values()), {}
     if found: return folder, complete_shards(folder, found), {}
     other = next((p.name for p in sorted(folder.iterdir()) if p.name.endswith(('.bin', '.pt', '.pth'))), None)
     raise ModelNotFound(f'{folder}: has no safetensors file' + (f', only {other}: convert it with transformers (save_pretrained writes safetensors)' if other else ''))
