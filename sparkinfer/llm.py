@@ -71,8 +71,9 @@ class RunnerKind:
     about: str
 
 def _cpu_runner(num_threads):
+    from sparkinfer.measure.speed import memory_available
     from sparkinfer.models.cpu_runner import CpuRunner
-    return CpuRunner(num_threads=num_threads)
+    return CpuRunner(num_threads=num_threads, room=memory_available())
 
 def _file_runner(num_threads):
     from sparkinfer.models.cpu_runner import CpuRunner
@@ -80,8 +81,9 @@ def _file_runner(num_threads):
 
 def _cpu_bytes(weights):
     "Repacked weights; of a model that is larger than memory, only what does not stay in the file"
-    from sparkinfer.models.cpu_runner import available_memory, resident_bytes
-    return resident_bytes(weights, available_memory())
+    from sparkinfer.measure.speed import memory_available
+    from sparkinfer.models.cpu_runner import resident_bytes
+    return resident_bytes(weights, memory_available())
 
 def _spec_runner(num_threads):
     from sparkinfer.models.forward import SpecRunner

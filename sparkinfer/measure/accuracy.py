@@ -262,8 +262,9 @@ def make_runner(kind, weights, max_context):
     "A loaded runner by name: 'spec' or 'spec64' (NumPy in float32 or float64), 'cpu' (Numba, on the file's blocks), 'cpu32' (Numba with float32 weights and memory)"
     if kind in ('spec', 'spec64'): return SpecRunner(np.float64 if kind == 'spec64' else np.float32).load(weights, max_context=max_context)
     if kind not in ('cpu', 'cpu32'): raise UnsupportedError(f'no runner is called {kind!r}; there are spec, spec64, cpu and cpu32')
+    from sparkinfer.measure.speed import memory_available
     from sparkinfer.models.cpu_runner import CpuRunner
-    runner = CpuRunner() if kind == 'cpu' else CpuRunner(kv_type='f32')
+    runner = CpuRunner(room=memory_available()) if kind == 'cpu' else CpuRunner(kv_type='f32')
     return runner.load(weights if kind == 'cpu' else dequantised(weights), max_context=max_context)
 
 def reference_source(against, path, weights, ids, chunk):

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['SETTLE', 'LLAMA_PIN', 'ModelCost', 'bench_ids', 'OwnPeer', 'Setting', 'settings_for', 'bench', 'bench_table',
-           'comparison', 'comparison_table', 'llama_worker', 'LlamaPeer', 'memory_size', 'major_faults', 'compare']
+           'comparison', 'comparison_table', 'llama_worker', 'LlamaPeer', 'major_faults', 'compare']
 
 # %% ../../nbs/measure/02_compare.ipynb #cc130f2d
 import importlib.util, json, os, subprocess, sys, tempfile, time
 from dataclasses import dataclass
 from ..errors import SparkinferError
-from .speed import Rate, Seconds, interleave, memory_bandwidth, paired_ratio, rate_table, text_table
+from .speed import Rate, Seconds, interleave, memory_bandwidth, memory_total, paired_ratio, rate_table, text_table
 
 # %% ../../nbs/measure/02_compare.ipynb #222c4a0a
 @dataclass(frozen=True)
@@ -206,10 +206,6 @@ class LlamaPeer:
         self.log.close()
 
 # %% ../../nbs/measure/02_compare.ipynb #b9f0f33f
-def memory_size():
-    "Bytes of memory of this machine"
-    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') if hasattr(os, 'sysconf') else 1 << 62
-
 def major_faults(pid='self'):
     "Pages that process `pid` has waited for the disk for, so far; 0 where the system does not say"
     try:
@@ -219,7 +215,7 @@ def major_faults(pid='self'):
 # %% ../../nbs/measure/02_compare.ipynb #03411a3a
 def compare(own, path, settings, cost, vocab_size, threads, rounds=7, progress=None):
     "`own` against llama.cpp on the same file: (rates, comparison lines, facts about the peer)"
-    context, large = -(-max(s.needs for s in settings) // 256) * 256, 3 * os.path.getsize(path) > memory_size()
+    context, large = -(-max(s.needs for s in settings) // 256) * 256, 3 * os.path.getsize(path) > memory_total()
     peers, faults = [own], major_faults()
     try:
         for flash in (True,) if large else (True, False): peers.append(LlamaPeer(path, threads, context, flash, large))

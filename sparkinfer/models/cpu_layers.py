@@ -22,11 +22,11 @@ __all__ = ['PLAN', 'LAYER', 'ATTENTION', 'DELTA', 'DENSE', 'MOE', 'NUM_LAYERS', 
 import numpy as np
 from ..jit import jit
 from ..ops.attention import CHUNK, PARTIAL_HEADER, attend_chunk, element_bytes, merge, merge_finish, merge_reset, write_key, write_value
-from ..ops.gated_deltanet import causal_conv, delta_chunk, delta_gates, delta_step, gated_rms_norm, l2_normalize
+from ..ops.gated_deltanet import causal_conv, delta_chunk, delta_gates, delta_step, dot, gated_rms_norm, l2_normalize
 from ..ops.linear import matmul, matvec, quantize_activation, tile_stride
 from ..ops.moe_routing import group_rows, route
 from ..ops.norm_rope import rms_norm, rope, sigmoid_gate, swiglu
-from ..ops.simd import add, div, exp_f32x8, fma, load_f32, load_f32x8, load_i32, max_lanes, mul, splat, store, sub, sum_lanes, zero_f32x8
+from ..ops.simd import add, div, exp_f32x8, fma, load_f32, load_f32x8, load_i32, max_lanes, mul, splat, store, sub, zero_f32x8
 from ..ops.thread_team import barrier
 
 _f = np.float32
@@ -442,16 +442,10 @@ def dense_rows(thread, n, gate, plan, layer, rows, scratch):
 
 # %% ../../nbs/models/04_cpu_layers.ipynb #f915a1aa
 @jit
-def _dot(x, w, count):
-    total = zero_f32x8()
-    for c in range(0, 4 * count, 32): total = fma(load_f32x8(x + c), load_f32x8(w + c), total)
-    return sum_lanes(total)
-
-@jit
 def _shared_weight(plan, layer, x):
     "sigmoid(w x), by which the shared expert's answer is multiplied; 1 where it has no gate"
     if layer[L_SHARED_ROUTER] == 0: return _f(1)
-    s = splat(_dot(x, layer[L_SHARED_ROUTER], plan[HIDDEN]))
+    s = splat(dot(x, layer[L_SHARED_ROUTER], plan[HIDDEN]))
     return max_lanes(div(splat(_f(1)), add(splat(_f(1)), exp_f32x8(sub(zero_f32x8(), s)))))
 
 @jit

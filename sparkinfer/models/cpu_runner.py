@@ -6,7 +6,7 @@
 __all__ = ['MATRICES', 'VECTORS', 'ROOM', 'ONE_SPAN', 'decode_step', 'decode_step_hybrid', 'batch_step', 'batch_step_hybrid',
            'head_step', 'aligned_zeros', 'lazy_zeros', 'widths', 'buffer_sizes', 'check_shape', 'default_threads',
            'CpuRunner', 'common_kind', 'type_and_block', 'blocks_of', 'kind_bytes', 'pack_tensor', 'values_of',
-           'available_memory', 'packed_size', 'usable_in_file', 'stays_in_file', 'resident_bytes', 'runs_of']
+           'packed_size', 'usable_in_file', 'stays_in_file', 'resident_bytes', 'runs_of']
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #f1386280
 import math
@@ -195,13 +195,14 @@ def default_threads():
 
 class CpuRunner:
     "The Numba runner: quantised weights in 8-row tiles, one compiled function a step, a team of threads. A `Runner`"
-    def __init__(self, num_threads=None, kv_type='f16', max_rows=256, weights='auto'):
+    def __init__(self, num_threads=None, kv_type='f16', max_rows=256, weights='auto', room=None):
         """kv_type: 'f16' or 'f32'; max_rows: batch rows computed at a time, more are cut in pieces;
-        weights: 'repack' copies them into tiles, 'file' uses the memory-mapped file as it is where a kernel can, 'auto' repacks what fits in memory"""
+        weights: 'repack' copies them into tiles, 'file' uses the memory-mapped file as it is where a kernel can, 'auto' repacks what fits
+        into `room` bytes of memory (None: everything fits)"""
         if kv_type not in ('f16', 'f32'): raise SparkinferError(f"kv_type is {kv_type!r}; use 'f16' or 'f32'")
         if weights not in ('auto', 'repack', 'file'): raise SparkinferError(f"weights is {weights!r}; use 'auto', 'repack' or 'file'")
         self.num_threads, self.kv_type, self.max_rows = num_threads or default_threads(), kv_type, (max_rows + 3) // 4 * 4
-        self.kv_tag, self.config, self.placement = KV_F16 if kv_type == 'f16' else KV_F32, None, weights
+        self.kv_tag, self.config, self.placement, self.room = KV_F16 if kv_type == 'f16' else KV_F32, None, weights, room
         self.team, self.pace = ThreadTeam(self.num_threads), Pace(self.num_threads)
 
     def load(self, weights, max_context=None, num_slots=1, progress=None):
@@ -286,7 +287,7 @@ VECTORS = {'attention': {'attn_norm': 'attn_norm', 'ffn_norm': 'ffn_norm', 'attn
 @patch
 def _place_weights(self: CpuRunner, weights, progress):
     c, plan, layers = self.config, self.plan, self.layers
-    self.keep = stays_in_file(weights, self.placement, available_memory())
+    self.keep = stays_in_file(weights, self.placement, self.room)
     self.done, self.progress, self.weights = 0, progress, weights
     factors = weights['rope_factors'].dequantize().reshape(-1) if 'rope_factors' in weights else None
     self.rope_memory[:] = rope_table(self.rope_memory.size // c.rope_dim, model_frequencies(c, factors)).reshape(-1)
@@ -398,12 +399,6 @@ def values_of(tensor, rows):
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #ac61bfba
 ROOM = 2_000_000_000        # bytes left for everybody else
-
-def available_memory():
-    "Bytes that can be taken without swapping, by the system's own estimate; None where it gives none"
-    try:
-        with open('/proc/meminfo') as file: return next(1024 * int(line.split()[1]) for line in file if line.startswith('MemAvailable'))
-    except (OSError, StopIteration): return None
 
 def packed_size(tensor):
     "Bytes of a tensor once it is repacked"

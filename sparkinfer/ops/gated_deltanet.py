@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['L2_EPS', 'l2_norm_spec', 'causal_conv_spec', 'delta_gates_spec', 'gated_norm_spec', 'key_head_table',
-           'gated_delta_spec', 'gated_delta_chunk_spec', 'causal_conv', 'l2_normalize', 'gated_rms_norm', 'delta_gates',
-           'delta_step', 'delta_scratch_bytes', 'delta_chunk']
+           'gated_delta_spec', 'gated_delta_chunk_spec', 'causal_conv', 'dot', 'l2_normalize', 'gated_rms_norm',
+           'delta_gates', 'delta_step', 'delta_scratch_bytes', 'delta_chunk']
 
 # %% ../../nbs/ops/04_gated_deltanet.ipynb #cdea2338
 import math
@@ -116,7 +116,8 @@ def causal_conv(x, x_stride, rows, state, weight, channels, kernel, begin, end, 
 L2_EPS = _f(1e-6)
 
 @jit
-def _dot(x, y, n):
+def dot(x, y, n):
+    "Sum of products of float32[n] at `x` and at `y`, n a multiple of 8"
     total = zero_f32x8()
     for i in range(0, 4 * n, 32): total = fma(load_f32x8(x + i), load_f32x8(y + i), total)
     return sum_lanes(total)
@@ -124,13 +125,13 @@ def _dot(x, y, n):
 @jit
 def l2_normalize(x, n, scale, out):
     "float32[n] at `x` -> scale * x / sqrt(sum(x^2) + 1e-6) at `out` (may be the same); scale: float32"
-    factor = splat(_f(scale / _f(math.sqrt(_dot(x, x, n) + L2_EPS))))
+    factor = splat(_f(scale / _f(math.sqrt(dot(x, x, n) + L2_EPS))))
     for i in range(0, 4 * n, 32): store(out + i, mul(load_f32x8(x + i), factor))
 
 @jit
 def gated_rms_norm(o, z, weight, n, eps, out):
     "One head: RMS norm of float32[n] at `o`, times the weight, times silu(z), at `out` (may be `o` or `z`)"
-    factor = splat(_f(_f(1) / _f(math.sqrt(_dot(o, o, n) / _f(n) + _f(eps)))))
+    factor = splat(_f(_f(1) / _f(math.sqrt(dot(o, o, n) / _f(n) + _f(eps)))))
     for i in range(0, 4 * n, 32): store(out + i, swiglu(load_f32x8(z + i), mul(mul(load_f32x8(o + i), factor), load_f32x8(weight + i))))
 
 @jit
@@ -187,7 +188,7 @@ def delta_step(state, q, k, v, g, beta, dk, dv, out, scratch, following):
     """One token of one value head. state: float32[dk][dv], updated; q, k: float32[dk], normalised, q also scaled; v: float32[dv]; g, beta: float32 values;
     out: float32[dv], may be `v`; dk, dv: multiples of 8; scratch: 8 * dv bytes; following: address of the state that is needed next, which is fetched
     meanwhile (any address is safe; `state` if there is none)"""
-    row, e, b, qk = 4 * dv, splat(_decay(g)), splat(beta), splat(_dot(q, k, dk))
+    row, e, b, qk = 4 * dv, splat(_decay(g)), splat(beta), splat(dot(q, k, dk))
     _read(state, q, k, dk, row, scratch)
     for c in range(0, row, 32): store(scratch + c, _correct(load_f32x8(scratch + c), load_f32x8(scratch + row + c), e, b, qk, v + c, out + c))
     _write(state, k, scratch, e, dk, row, following)
@@ -268,7 +269,7 @@ def delta_chunk(state, q, k, v, g, beta, rows, q_stride, k_stride, v_stride, gat
     row, sums, compact = 4 * dv, scratch + 8 * rows, scratch + 8 * (rows + dv)
     for t in range(rows):
         store(scratch + 8 * t, _decay(load_f32(g + gate_stride * t)))
-        store(scratch + 8 * t + 4, _dot(q + q_stride * t, k + k_stride * t, dk))
+        store(scratch + 8 * t + 4, dot(q + q_stride * t, k + k_stride * t, dk))
     _read(state, q, k, dk, row, sums)
     wide = row // 128 * 128
     for c in range(0, wide, 128):
