@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KNOBS', 'Knob', 'SamplingParams', 'EngineDefaults', 'resolve', 'new_id', 'Request', 'Usage', 'Timing', 'TokenLogprob',
-           'TokenEvent', 'FinishEvent', 'ErrorEvent', 'EngineBusy', 'Completion', 'Completions']
+           'TokenEvent', 'FinishEvent', 'ErrorEvent', 'EngineBusy', 'DeadlineExceeded', 'Completion', 'Completions']
 
 # %% ../../nbs/engine/00_request.ipynb #633cc333
 import secrets
@@ -146,14 +146,20 @@ def new_id() -> str:
     "A fresh name for a request, unguessable"
     return secrets.token_hex(12)
 
+_PRIORITY, _SECONDS = Knob(int, -100, 100, 'how urgent the request is; 0 is usual, higher is sooner'), Knob(float, 0, 1e9, 'how long the answer may take')
+
 @dataclass(frozen=True, eq=False)
 class Request:
     "One prompt and how to go on from it"
     prompt_ids: np.ndarray                    # int32 (tokens,), at least one
     params: SamplingParams = SamplingParams()
     id: str = field(default_factory=new_id)
+    priority: int = 0                         # higher is sooner; each level is worth some seconds of waiting (`EngineLimits.priority_seconds`), so that nobody starves
+    max_seconds: float | None = None          # from arrival to the last token; then it ends with `DeadlineExceeded`
 
     def __post_init__(self):
+        _PRIORITY.check('priority', self.priority)
+        if self.max_seconds is not None: _SECONDS.check('max_seconds', self.max_seconds)
         ids = self.prompt_ids if isinstance(self.prompt_ids, np.ndarray) else [_check_id('prompt', i) for i in self.prompt_ids]
         if len(ids) == 0: raise RequestError('the prompt is empty: it must have at least one token', 'prompt')
         object.__setattr__(self, 'prompt_ids', np.array(ids, np.int32))
@@ -217,6 +223,9 @@ class EngineBusy(SparkinferError):
         super().__init__(message)
         self.code = code
     def __reduce__(self): return type(self), (str(self), self.code)
+
+class DeadlineExceeded(SparkinferError):
+    "The request took longer than it, or the engine, allows; what it had written until then has been sent"
 
 # %% ../../nbs/engine/00_request.ipynb #d70559ed
 @dataclass
