@@ -17,14 +17,14 @@ from ..text.text_stream import TextStream
 # %% ../../nbs/engine/01_sequence.ipynb #8750c5e1
 class Stream:
     "The events of one request: iterate with `for` or `async for`. Leaving a `with` (or `async with`) block cancels what still runs."
-    def __init__(self, engine, request, params, deadline=None):
+    def __init__(self, engine, request, params, max_seconds=None):
         self.engine, self.request = engine, request
         self.params = params            # the request's parameters with all defaults filled in
-        self.deadline = deadline        # in `time.perf_counter()` seconds; None: none
         self.cancelled = self.closed = False
         self.queued_at, self.started = time.perf_counter(), None
+        self.max_seconds = max_seconds  # from arrival to the last token; None: as long as it takes
         self.sequences, self.marks = [], ()
-        self._events, self._ready, self._wake = deque(), threading.Condition(), None
+        self._events, self._ready, self._wakes = deque(), threading.Condition(), []
 
     @property
     def seed(self): return self.params.seed
@@ -37,9 +37,9 @@ class Stream:
         with self._ready:
             self._events.extend(events)
             self.closed |= last
-            wake, self._wake = self._wake, None
+            wakes, self._wakes = self._wakes, []
             self._ready.notify_all()
-        if wake: wake()
+        for wake in wakes: wake()
 
     def __iter__(self): return self
     def __next__(self):
@@ -77,7 +77,7 @@ async def __anext__(self: Stream):
             if self.closed: raise StopAsyncIteration
             loop = asyncio.get_running_loop()
             future = loop.create_future()
-            self._wake = _waker(loop, future)
+            self._wakes.append(_waker(loop, future))
         await future
 
 @patch
