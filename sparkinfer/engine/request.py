@@ -25,7 +25,8 @@ class Knob:
         if isinstance(value, bool) or not isinstance(value, (int, float) if self.kind is float else int):
             raise RequestError(f"'{name}' must be {'a number' if self.kind is float else 'an integer'}, not {value!r}", name)
         if not self.low <= value <= self.high:   # also refuses NaN
-            raise RequestError(f"'{name}' must be between {self.low:g} and {self.high:g}, not {value!r}: {self.meaning}", name)
+            low, high = (int(edge) if edge == int(edge) else edge for edge in (self.low, self.high))         # 2147483648, not 2.14748e+09
+            raise RequestError(f"'{name}' must be between {low} and {high}, not {value!r}: {self.meaning}", name)
         return self.kind(value)
 
 KNOBS = {

@@ -143,6 +143,7 @@ def prompt_ids(prompt, engine) -> list:
     "A list of token-id lists, or ApiError 400"
     is_ids = lambda x: isinstance(x, list) and x and all(isinstance(i, int) and not isinstance(i, bool) for i in x)
     prompts = [prompt] if isinstance(prompt, str) or is_ids(prompt) else prompt
+    if prompts == [] or isinstance(prompts, list) and [] in prompts: raise ApiError(400, "'prompt' holds no tokens; it needs at least one", param='prompt')
     if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) or is_ids(p) for p in prompts):
         raise ApiError(400, "'prompt' must be a string, a list of strings, a list of token ids or a list of such lists", param='prompt')
     if len(prompts) > 64: raise ApiError(400, f"'prompt' may hold 64 prompts, not {len(prompts)}", param='prompt')
