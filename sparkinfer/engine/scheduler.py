@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['LIMITS', 'Limit', 'EngineLimits', 'order_key', 'Work', 'plan_rows']
 
-# %% ../../nbs/engine/01_scheduler.ipynb #d9e3e819
+# %% ../../nbs/engine/01_scheduler.ipynb #bf26b854
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 from ..errors import SparkinferError
 
-# %% ../../nbs/engine/01_scheduler.ipynb #92ef8afb
+# %% ../../nbs/engine/01_scheduler.ipynb #d5178b57
 class Limit(NamedTuple):
     "The range of one limit. `optional`: None means that there is none"
     kind: type
@@ -30,7 +30,7 @@ LIMITS = {
     'priority_seconds': Limit(float, 0, 1e9, False, 'how many seconds of waiting one level of priority is worth'),
 }
 
-# %% ../../nbs/engine/01_scheduler.ipynb #39ac1039
+# %% ../../nbs/engine/01_scheduler.ipynb #7cbedbe8
 @dataclass(frozen=True)
 class EngineLimits:
     "What the engine may do at once, and for how long; see `LIMITS`"
@@ -50,7 +50,7 @@ class EngineLimits:
             if isinstance(value, bool) or not isinstance(value, (int, float) if limit.kind is float else int) or not limit.low <= value <= limit.high:
                 raise SparkinferError(f"'{f.name}' must be {'a number' if limit.kind is float else 'an integer'} between {limit.low:g} and {limit.high:g}, not {value!r}: {limit.meaning}")
 
-# %% ../../nbs/engine/01_scheduler.ipynb #07c8129a
+# %% ../../nbs/engine/01_scheduler.ipynb #4937527c
 def order_key(arrival: float, # seconds
               priority: int,  # higher is sooner
               limits: EngineLimits
@@ -58,7 +58,7 @@ def order_key(arrival: float, # seconds
     "Smaller is sooner"
     return arrival - priority * limits.priority_seconds
 
-# %% ../../nbs/engine/01_scheduler.ipynb #6af81be8
+# %% ../../nbs/engine/01_scheduler.ipynb #f975904e
 class Work(NamedTuple):
     "What the scheduler sees of one running sequence"
     pending: int          # tokens that are known and not computed; 1: it writes its answer (or reads the last token of its prompt)
