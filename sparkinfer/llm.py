@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SAMPLING_KEYS', 'RUNNERS', 'WORKSPACE', 'Parts', 'recommended', 'open_model', 'RunnerKind', 'runner_kind', 'kv_bytes',
            'state_bytes', 'side_bytes', 'gigabytes', 'choose_context', 'Progress', 'Timings', 'Completion', 'Answer',
-           'load_runner', 'warm_up', 'load_engine', 'LLM', 'close_parts', 'Conversation', 'type_mix']
+           'load_runner', 'no_numbers', 'warm_up', 'load_engine', 'LLM', 'close_parts', 'Conversation', 'type_mix']
 
 # %% ../nbs/10_llm.ipynb #653c3edc
 import sys, time
@@ -235,6 +235,7 @@ def load_runner(parts, context=None, threads=None, runner='auto', progress=None)
     "A loaded `Runner` for opened `parts`: (runner, context, threads). `progress` is a `Progress`, or None for silence."
     from sparkinfer.jit import compile_progress
     from sparkinfer.measure.speed import cpu_count, memory_available
+    from sparkinfer.ops.sampling import SamplingError
     if threads is not None and not 1 <= threads <= 1024: raise RequestError(f'{threads} threads are not possible', 'threads')
     kind, threads = runner_kind(runner), threads or cpu_count()
     context = choose_context(parts.weights, kind, context, memory_available())
@@ -244,10 +245,20 @@ def load_runner(parts, context=None, threads=None, runner='auto', progress=None)
         try:
             made.load(parts.weights, max_context=context, num_slots=1, progress=progress.loading)
             warm_up(made)
+        except SamplingError:
+            made.close()
+            raise FormatError(no_numbers(parts)) from None
         except BaseException:
             made.close()
             raise
     return made, context, threads
+
+def no_numbers(parts):
+    "What to say of a model whose first step gives logits that are no numbers. Decodes all weights until the first bad value is found: nobody waits for this but who has such a file."
+    from sparkinfer.models.weights import first_not_finite
+    found = first_not_finite(parts.weights)
+    if found is None: return f'{parts.name}: the first step gives logits that are no numbers, though all weights are finite; a computation overflowed'
+    return f'{parts.name}: the first step gives logits that are no numbers; {found[0]} is the first tensor with values that are infinite or NaN ({found[1]:,} of them): the file is damaged'
 
 # %% ../nbs/10_llm.ipynb #e8b2dd6f
 def warm_up(runner):
@@ -256,7 +267,10 @@ def warm_up(runner):
     from sparkinfer.ops.sampling import SampleSpec
     token = min(1, runner.config.vocab_size - 1)
     for tokens, start in (([token] * min(2, runner.max_context - 1), 0), ([token], min(2, runner.max_context - 1))):
-        if tokens: runner.collect(runner.submit(Batch.of(tokens, start), [SampleSpec(temperature=0.0)]))
+        if not tokens: continue
+        done = runner.collect(runner.submit(Batch.of(tokens, start), [SampleSpec(temperature=0.0)]))
+        for fault in getattr(done, 'errors', ()):
+            if fault is not None: raise fault
     runner.reset(0)
 
 # %% ../nbs/10_llm.ipynb #22b163a7

@@ -5,8 +5,6 @@ The plain forward pass must agree to 1e-4, the fast one to 1e-3 with float32 wei
 import importlib.util, json
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,12 +15,11 @@ from sparkinfer.formats.gguf import Tensor, open_gguf
 from sparkinfer.formats.safetensors import open_folder
 from sparkinfer.measure.accuracy import dequantised, llama_cpp_logits
 from sparkinfer.models.config import ModelConfig
-from sparkinfer.models.convert import convert, open_model_parts, write_as_gguf
+from sparkinfer.models.convert import convert
 from sparkinfer.models.forward import Batch, SpecRunner
-from sparkinfer.models.synthetic import tokenizer_metadata
 from sparkinfer.models.weights import Weights
+from references import TINY, dressed
 
-TINY = Path(__file__).resolve().parent.parent/'data'/'reference'/'tiny'
 FAMILIES = ('llama', 'qwen3', 'qwen3_moe', 'qwen3_next', 'qwen3_5-r1', 'qwen3_5-r2', 'qwen3_5-r3', 'qwen3_5_moe')
 VARIANTS = {'qwen3_moe-raw': 'qwen3_moe', 'qwen3_moe-all': 'qwen3_moe', 'qwen3_next-raw': 'qwen3_next'}        # another config.json for the same weights
 WHOLE = ('qwen3_next', 'qwen3_5-r2', 'qwen3_5_moe')                                 # recorded at each of the first 75 positions
@@ -230,10 +227,7 @@ def gguf_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp('families')
     @lru_cache(None)
     def write(name):
-        model = open_model_parts(TINY/name)
-        architecture = model.architecture
-        model.metadata |= tokenizer_metadata(SimpleNamespace(architecture=architecture, vocab=int(model.metadata[f'{architecture}.vocab_size'])))
-        with model.source: write_as_gguf(model, folder/f'{name}.gguf', 'F32')
+        convert(dressed(name, folder), folder/f'{name}.gguf', 'F32')
         return folder/f'{name}.gguf'
     return write
 
@@ -252,10 +246,7 @@ def test_the_gguf_file_is_the_same_model(kind, name, gguf_file):
 
 @pytest.mark.parametrize('name', ['qwen3_moe-raw', 'qwen3_next-raw'])
 def test_what_gguf_cannot_say_is_refused(name, tmp_path):
-    folder = tmp_path/'model'
-    folder.mkdir()
-    (folder/'config.json').write_bytes((TINY/VARIANTS[name]/'config-raw.json').read_bytes())
-    (folder/'model.safetensors').symlink_to(TINY/VARIANTS[name]/'model.safetensors')
+    folder = dressed(VARIANTS[name], tmp_path, 'config-raw.json')
     with pytest.raises(UnsupportedError, match='norm_topk_prob'): convert(folder, tmp_path/'x.gguf', 'F32')
     assert not (tmp_path/'x.gguf').exists()
 
@@ -272,11 +263,11 @@ def test_llama_cpp_reads_the_same_model(name, gguf_file):
 
 @pytest.mark.parametrize('key, value', [('ssm.inner_size', 1 << 26), ('ssm.state_size', (1 << 31) - 1), ('ssm.group_count', 1 << 20)])
 def test_sizes_from_a_strangers_header_allocate_nothing(tmp_path, key, value):
-    "Tables of row numbers were made from header numbers before any tensor's shape had been looked at: gigabytes for a file of 6 MB"
+    "Tables of row numbers were made from header numbers before any tensor's shape had been looked at: gigabytes for a small file"
     import tracemalloc
     from sparkinfer.formats.gguf import write_gguf
     from sparkinfer.models.synthetic import synth
-    synth('tiny-qwen35moe', tmp_path/'good.gguf')
+    synth('tiny-qwen35moe', tmp_path/'good.gguf', to='F32')
     with open_gguf(tmp_path/'good.gguf') as good:
         write_gguf(tmp_path/'bad.gguf', {**good.metadata, f'qwen35moe.{key}': value}, good.tensors)
     with open_gguf(tmp_path/'bad.gguf') as bad:
@@ -285,3 +276,17 @@ def test_sizes_from_a_strangers_header_allocate_nothing(tmp_path, key, value):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 5e6, peak
+
+@pytest.mark.filterwarnings('ignore:invalid value')
+@pytest.mark.parametrize('where', ['blk.2.ffn_up_exps.weight', 'blk.0.ssm_a', 'output_norm.weight'])
+def test_a_number_that_is_none(tmp_path, where, gguf_file):
+    "A damaged file says at its first step which tensor is to blame, and not only that a row of logits cannot be used"
+    from sparkinfer.formats.gguf import write_gguf
+    from sparkinfer.llm import load_runner, open_model
+    with open_gguf(gguf_file('qwen3_5_moe')) as good:
+        values = good.tensors[where].dequantize()
+        values[..., :1] = np.nan
+        spoilt = Tensor(where, values.shape, quant_type('F32'), np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8))
+        write_gguf(tmp_path/'damaged.gguf', good.metadata, good.tensors | {where: spoilt})
+    parts = open_model(tmp_path/'damaged.gguf')
+    with parts.checkpoint, pytest.raises(SparkinferError, match=f'damaged: .*{where} is the first tensor'): load_runner(parts, 64, 1, 'spec')
