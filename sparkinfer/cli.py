@@ -6,8 +6,9 @@
 __all__ = ['SAMPLING', 'model_option', 'CHAT_HELP', 'OneLine', 'explain', 'Command', 'Group', 'cli', 'main', 'sampling_options',
            'load_options', 'Numbers', 'read_prompt', 'peak_memory', 'shown_params', 'stats_text', 'completion_record',
            'run', 'show_answer', 'chat_command', 'read_line', 'chat', 'say', 'chat_greeting', 'ServeCommand', 'serve',
-           'inspect', 'inspect_record', 'written_bytes', 'quantize', 'synth', 'shown_size', 'shown_path', 'pull',
-           'list_command', 'rm', 'warmup', 'bench', 'evaluate', 'eval_kl_command', 'eval_logits_command']
+           'inspect', 'missing_files', 'inspect_record', 'written_bytes', 'interruptible', 'quantize', 'synth',
+           'shown_size', 'shown_path', 'pull', 'list_command', 'rm', 'warmup', 'bench', 'evaluate', 'eval_kl_command',
+           'eval_logits_command']
 
 # %% ../nbs/11_cli.ipynb #7a084505
 import errno, json, os, sys, time
@@ -283,10 +284,18 @@ def inspect(file, as_json):
     from sparkinfer.formats.safetensors import describe_folder, open_checkpoint
     from sparkinfer.model_store import resolve
     with open_checkpoint(resolve(file)) as checkpoint:
-        if as_json: return click.echo(json.dumps(inspect_record(checkpoint), ensure_ascii=False))
+        for line in missing_files(checkpoint): click.echo(f'warning: {line}', err=True)
+        if as_json: return click.echo(json.dumps(inspect_record(checkpoint), ensure_ascii=False).encode('utf-8', 'backslashreplace'))       # half a surrogate pair stays an escape
         click.echo(describe_folder(checkpoint) if 'config' in checkpoint.metadata else describe(checkpoint))
 
 # %% ../nbs/11_cli.ipynb #bd21e0e8
+def missing_files(checkpoint):
+    "A line for each file without which a folder is no model that runs"
+    if 'config' not in checkpoint.metadata: return
+    home = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    for name, there, what in (('config.json', checkpoint.metadata['config'], 'nothing says what these tensors are'), ('tokenizer.json', 'tokenizer.json' in checkpoint.metadata, 'text cannot become tokens')):
+        if not there: yield f'{home} has no {name}, so {what}: they can be looked at, but not run or converted'
+
 def inspect_record(checkpoint):
     "A checkpoint's facts for JSON; long arrays of metadata are given by their length"
     short = lambda v: dict(length=len(v)) if hasattr(v, '__len__') and not isinstance(v, str) and len(v) > 64 else v.tolist() if hasattr(v, 'tolist') else v
@@ -307,20 +316,30 @@ def written_bytes(label, quiet=False):
             bar.update(done - bar.n)
         yield progress
 
+@contextmanager
+def interruptible(target):
+    "Ctrl-C is one line and exit code 130. The writers have removed what they had of `target` by then"
+    there = os.path.lexists(target)
+    try: yield
+    except KeyboardInterrupt:
+        click.echo('interrupted; ' + (f'{target} was complete already' if os.path.lexists(target) and not there else 'nothing was written'), err=True)
+        sys.exit(130)
+
 @cli.command()
 @click.argument('source', metavar='IN')
 @click.argument('target', metavar='OUT')
 @click.option('--to', default=None, metavar='TYPE', help='For a GGUF file a recipe: Q2_K, Q3_K_S … Q6_K, Q4_0 … Q8_0, F16, BF16, F32, MXFP4, NVFP4  [default: Q4_K_M]. For a folder: NVFP4, MXFP4, FP8, FP8_CHANNEL, FP8_BLOCK, BF16, F16, F32  [default: NVFP4].')
-@click.option('--map', 'maps', multiple=True, metavar='PATTERN=TYPE', help="Another type for tensors of these names, such as '*.attn_v.weight=Q8_0'; may be given several times, the first that matches wins.")
+@click.option('--map', 'maps', multiple=True, metavar='PATTERN=TYPE', help="Another type for tensors whose name in OUT is like this: '*.attn_v.weight=Q8_0' for a GGUF file, '*.v_proj.weight=BF16' for a folder. May be given several times, the first that matches wins; vectors and routers stay as they are.")
 @click.option('--refit', is_flag=True, help="Fit the K types with a minimum by Lloyd's iteration, not by the search.")
-@click.option('--layout', type=click.Choice(['modelopt', 'compressed-tensors', 'fp8']), default='modelopt', show_default=True, help='How a folder stores its scales.')
+@click.option('--layout', type=click.Choice(['modelopt', 'compressed-tensors', 'fp8']), help='How a folder stores its scales.  [default: modelopt]')
 @click.option('-q', '--quiet', is_flag=True, help='No progress on stderr.')
 def quantize(source, target, to, maps, refit, layout, quiet):
     "Convert IN (a GGUF file, a Hugging Face folder, a model's name) to OUT: a GGUF file if its name ends in .gguf, else a safetensors folder."
-    from sparkinfer.models.convert import convert
-    with written_bytes(os.path.basename(target), quiet) as progress:
-        target = target.rstrip('/') or target                                  # `x.gguf/` is the file x.gguf, whoever typed it
-        done = convert(source, target, to or ('Q4_K_M' if target.endswith('.gguf') else 'NVFP4'), maps, refit, layout=layout, progress=progress)
+    target = target.rstrip('/') or target                                      # `x.gguf/` is the file x.gguf, whoever typed it
+    with interruptible(target):
+        from sparkinfer.models.convert import convert, is_file_name
+        with written_bytes(os.path.basename(target), quiet) as progress:
+            done = convert(source, target, to or ('Q4_K_M' if is_file_name(target) else 'NVFP4'), maps, refit, layout=layout, progress=progress)
     click.echo(f'{done!r}\nin {done.seconds:.1f} s')
 
 @cli.command()
@@ -328,17 +347,19 @@ def quantize(source, target, to, maps, refit, layout, quiet):
 @click.argument('out')
 @click.option('--layers', type=click.IntRange(1, 1000), help='Fewer, or more, than the shape has.')
 @click.option('--format', 'container', type=click.Choice(['gguf', 'safetensors']), help='[default: gguf if OUT ends in .gguf, else safetensors]')
-@click.option('--to', metavar='TYPE', help='One recipe or kind for all tensors, as in quantize.  [default: the usual mix of that model]')
+@click.option('--to', metavar='TYPE', help='One recipe or kind for all tensors, as in quantize.  [default: the mix of published Q4_K_M files, which is Q4_K with Q5_K, Q6_K, Q8_0 and F32; in a folder NVFP4 with BF16, for a tiny shape BF16]')
 @click.option('--seed', type=click.IntRange(0), default=0, show_default=True)
 @click.option('-q', '--quiet', is_flag=True, help='No progress on stderr.')
 def synth(shape, out, layers, container, to, seed, quiet):
     """Write random weights in the shape of a named model.
 
     SHAPE: qwen3-30b-a3b, qwen3.6-35b-a3b, qwen3.8-27b; small-qwen35, small-qwen35moe; tiny-llama, tiny-qwen3, tiny-qwen3moe, tiny-qwen3next, tiny-qwen35, tiny-qwen35moe."""
-    from sparkinfer.models.synthetic import synth as write
-    with written_bytes(os.path.basename(out), quiet) as progress:
-        out = out.rstrip('/') or out
-        done = write(shape, out, container or ('gguf' if out.endswith('.gguf') else 'safetensors'), layers, to=to, seed=seed, progress=progress)
+    out = out.rstrip('/') or out
+    with interruptible(out):
+        from sparkinfer.models.convert import is_file_name
+        from sparkinfer.models.synthetic import synth as write
+        with written_bytes(os.path.basename(out), quiet) as progress:
+            done = write(shape, out, container or ('gguf' if is_file_name(out) else 'safetensors'), layers, to=to, seed=seed, progress=progress)
     click.echo(repr(done))
 
 # %% ../nbs/11_cli.ipynb #fa9696ff

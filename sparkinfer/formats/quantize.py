@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['SUMS', 'CANDIDATES', 'ROUNDS', 'LLOYD_ROUNDS', 'NEAREST', 'SEARCH', 'LLOYD', 'K_LAYOUTS', 'PACKERS', 'SIMPLE_CODES',
            'METHODS', 'PIECE', 'LARGEST', 'LAYERS', 'HEAD', 'VALUES', 'DOWN', 'OUT', 'FUSED', 'GATES', 'RECIPES',
-           'FALLBACKS', 'STAYS_FLOAT', 'round_to_half', 'code_sums', 'fit_with_minimum', 'fit_centred', 'run_error',
-           'better_numbers', 'better_d', 'block_error', 'improve', 'lloyd_run', 'fit_block', 'write_codes',
+           'FALLBACKS', 'ENCODED', 'STAYS_FLOAT', 'round_to_half', 'code_sums', 'fit_with_minimum', 'fit_centred',
+           'run_error', 'better_numbers', 'better_d', 'block_error', 'improve', 'lloyd_run', 'fit_block', 'write_codes',
            'fit_blocks', 'KLayout', 'divided', 'nearest_blocks', 'searched_blocks', 'packed_fields',
            'packed_scales_and_minima', 'pack_q2_k', 'pack_q3_k', 'pack_q4_k', 'pack_q5_k', 'pack_q6_k', 'fit_simple',
            'encode_simple', 'encode_k', 'encode', 'encode_piece', 'relative_error', 'sample_weights', 'Recipe',
-           'recipe', 'fitting', 'read_maps', 'choose_type']
+           'recipe', 'fitting', 'read_maps', 'kept_float', 'choose_type']
 
 # %% ../../nbs/formats/04_quantize.ipynb #35bd7c15
-import os
+import os, re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -375,6 +375,7 @@ def recipe(name):
 
 # %% ../../nbs/formats/04_quantize.ipynb #1b9e96a4
 FALLBACKS = {'Q2_K': 'Q4_0', 'Q3_K': 'Q4_0', 'Q4_K': 'Q5_0', 'Q5_K': 'Q5_1', 'Q6_K': 'Q8_0', 'NVFP4': 'Q5_0'}
+ENCODED = (*K_LAYOUTS, *SIMPLE_CODES, 'MXFP4', 'NVFP4', 'F16', 'BF16', 'F32')
 STAYS_FLOAT = ('*norm*', '*.ffn_gate_inp*', '*.ssm_conv1d*', '*.ssm_a', '*.bias', 'rope_freqs.weight', '*.ssm_dt*')
 
 def fitting(name, columns):
@@ -383,23 +384,26 @@ def fitting(name, columns):
     return name
 
 def read_maps(maps):
-    "['pattern=TYPE', …] → [(pattern, type name)]; RequestError-like messages name the entry at fault"
-    pairs = []
-    for entry in maps:
-        pattern, equals, name = str(entry).rpartition('=')
-        if not equals or not pattern: raise UnsupportedError(f"a map is 'pattern=TYPE', such as '*.attn_v.weight=Q8_0'; {entry!r} is not")
-        pairs.append((pattern, quant_type(name.strip()).name))
+    "['pattern=TYPE', …] → [(pattern, type name)]. UnsupportedError naming the entry, as it was typed, that is no map or asks for a type that cannot be made"
+    pairs = [(pattern, name.strip().upper()) for pattern, _, name in (str(entry).rpartition('=') for entry in maps)]
+    for entry, (pattern, name) in zip(maps, pairs):
+        if not pattern or name not in ENCODED: raise UnsupportedError(f"--map {str(entry)!r:.80}: for a GGUF file it is 'PATTERN=TYPE' with one of {', '.join(ENCODED)}, such as '*.attn_v.weight=Q8_0'")
     return pairs
+
+def kept_float(name, shape, wanted):
+    "Does tensor `name` stay F32 although a map asks for type `wanted`? Vectors do, whatever is asked, and the small tensors of `STAYS_FLOAT` where it is a type with blocks"
+    return wanted != 'F32' if len(shape) < 2 else quant_type(wanted).block_size > 1 and any(fnmatchcase(name, pattern) for pattern in STAYS_FLOAT)
 
 def choose_type(name, shape, recipe, num_layers=0, tied=False, maps=()):
     """The type that tensor `name` (its GGUF name) of `shape` gets. `maps`: [(pattern, type name)] from `read_maps`; `tied`: the embedding serves as output head too.
     FormatError when a map asks for a type whose blocks do not divide the rows."""
     for pattern, wanted in maps:
         if fnmatchcase(name, pattern):
+            if kept_float(name, shape, wanted): return 'F32'
             if shape[-1] % quant_type(wanted).block_size: raise FormatError(f'{name} has rows of {shape[-1]}, not a multiple of the {quant_type(wanted).block_size} in a {wanted} block, so {pattern}={wanted} cannot be')
             return wanted
     if len(shape) < 2 or any(fnmatchcase(name, pattern) for pattern in STAYS_FLOAT): return 'F32'
-    layer = int(name.split('.')[1]) if name.startswith('blk.') else 0
+    layer = int(found[1]) if (found := re.match(r'blk[.]([0-9]{1,6})[.]', name)) else 0
     known_as = HEAD if tied and name == 'token_embd.weight' else name
     for pattern, wanted, *layers in recipe.rules:
         if fnmatchcase(known_as, pattern) and LAYERS[layers[0] if layers else 'all'](layer, num_layers): return fitting(wanted, shape[-1])

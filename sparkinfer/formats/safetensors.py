@@ -349,11 +349,18 @@ def quantization_of(metadata, where):
     UnsupportedError for a method, or a variant of one, that is not decoded here."""
     config = metadata.get('config', {})
     texts = [c for c in (config, *(config.get(k) for k in ('text_config', 'llm_config', 'language_config'))) if isinstance(c, dict)]
+    def need(value, kind, key, file='config.json'):
+        if not isinstance(value, kind | None): raise FormatError(f"{where}/{file}: `{key}` must be {'an object' if kind is dict else 'a list'}; the file says {quoted(str(value))}")
+    for c in texts:
+        for key in ('quantization_config', 'compression_config'):
+            need(c.get(key), dict, key)
+            for inner, kind in (('config_groups', dict), ('quantized_layers', dict), ('ignore', list), ('modules_to_not_convert', list), ('weight_block_size', list)): need((c.get(key) or {}).get(inner), kind, f'{key}.{inner}')
+    need(metadata.get('hf_quant_config', {}).get('quantization'), dict, 'quantization', 'hf_quant_config.json')
     found = next((c[key] for c in texts for key in ('quantization_config', 'compression_config') if isinstance(c.get(key), dict)), {})
     theirs = metadata.get('hf_quant_config', {}).get('quantization')
     theirs = theirs if isinstance(theirs, dict) else {}
     method = found.get('quant_method') or ('modelopt' if theirs else None)
-    def refuse(what, value): raise UnsupportedError(f'{where}: {what} {quoted(str(value))} is not supported')
+    def refuse(what, value): raise UnsupportedError(f'{where}/{"config.json" if found else "hf_quant_config.json"}: {what} {quoted(str(value))} is not supported')
     if method is None and found: refuse('a quantization_config without quant_method, with', list(found)[:4])
     if method is not None and method not in ('compressed-tensors', 'fp8', 'mxfp4') and not str(method).startswith('modelopt'): refuse('quant_method', method)
     groups = objects(found.get('config_groups'))
@@ -744,7 +751,7 @@ def write_folder(path, tensors, config, *, dialect='modelopt', generation_config
         if len(shards) > 1: texts[INDEX] = {'metadata': {'total_size': total}, 'weight_map': weight_map}
         for file in files: shutil.copyfile(file, beside / Path(file).name)
         for name, value in texts.items():
-            if value is not None: (beside / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + '\n', 'utf-8')
+            if value is not None: (beside / name).write_bytes((json.dumps(value, indent=2, ensure_ascii=False) + '\n').encode('utf-8', 'backslashreplace'))       # half a surrogate pair stays the escape that it was
         try: os.rename(beside, path)
         except OSError as error:
             if path.exists(): raise FileExistsError(f'{path} exists by now, made by another program; choose another name') from error

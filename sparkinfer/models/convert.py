@@ -4,35 +4,42 @@
 
 # %% auto #0
 __all__ = ['ARCHITECTURES', 'HYBRID', 'MODEL_NAMES', 'LAYER_NAMES', 'MTP_NAMES', 'ONE_ADDED', 'DECAY', 'SQUEEZED', 'FLAT', 'KEYS',
-           'TRAPS', 'LEFT_OUT', 'EXPERT', 'FUSED', 'FOLDER_KINDS', 'FOLDER_PLAIN', 'FOLDER_EXACT', 'FUSED_BY_ENGINES',
-           'SIDE_FILES', 'Part', 'changed', 'rearranged', 'stacked', 'layer_of_stack', 'layer_names', 'to_gguf_name',
-           'to_hf_name', 'Heads', 'rope_order', 'value_order', 'inverse', 'Change', 'rows_in', 'columns_in', 'changes',
-           'next_orders', 'needed', 'full_interval', 'rope_entries', 'llama3_factors', 'text_config', 'gguf_metadata',
-           'hf_config', 'rule_of', 'gguf_tokenizer', 'write_hf_tokenizer', 'Model', 'understanding', 'gguf_model',
-           'expert_parts', 'folder_model', 'inner_name', 'layer_number', 'open_model_parts', 'hf_parts', 'fused_qkvz',
-           'threads', 'releaser', 'shared_out', 'blocks_of', 'factors_of', 'nvfp4_entries', 'gguf_types', 'Conversion',
-           'type_before', 'write_as_gguf', 'counted', 'sweep', 'writing', 'need_room', 'folder_kind', 'folder_maps',
-           'group_of', 'stays', 'shared_largest', 'by_threads', 'deferred', 'unfused', 'write_as_folder', 'convert']
+           'AS_LLAMA', 'TRAPS', 'LEFT_OUT', 'EXPERT', 'FUSED', 'FOLDER_KINDS', 'FOLDER_PLAIN', 'FOLDER_EXACT',
+           'FOLDER_STAYS', 'FUSED_BY_ENGINES', 'SIDE_FILES', 'Part', 'changed', 'rearranged', 'stacked',
+           'layer_of_stack', 'layer_names', 'to_gguf_name', 'to_hf_name', 'Heads', 'rope_order', 'value_order',
+           'inverse', 'Change', 'rows_in', 'columns_in', 'changes', 'next_orders', 'family_of', 'as_llama',
+           'full_interval', 'rope_entries', 'gguf_metadata', 'hf_config', 'rule_of', 'gguf_tokenizer', 'token_id',
+           'write_hf_tokenizer', 'Model', 'checked', 'gguf_model', 'expert_parts', 'folder_model', 'inner_name',
+           'layer_number', 'open_model_parts', 'hf_parts', 'fused_qkvz', 'threads', 'releaser', 'shared_out',
+           'blocks_of', 'factors_of', 'nvfp4_entries', 'need_matches', 'stay_as', 'gguf_types', 'Conversion',
+           'type_before', 'write_as_gguf', 'counted', 'sweep', 'writing', 'new_place', 'need_room', 'left_plain',
+           'folder_kind', 'folder_maps', 'group_of', 'stays', 'shared_largest', 'by_threads', 'deferred', 'unfused',
+           'write_as_folder', 'is_file_name', 'need_fit', 'convert']
 
 # %% ../../nbs/models/06_convert.ipynb #9a7ff8c2
-import json, os, re, tempfile, time
+import json, os, re, shutil, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from glob import escape as glob_escape
+from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Callable
 import numpy as np
 import tokenizers as hf
 from ..errors import FormatError, SparkinferError, UnsupportedError
 from ..formats.blocks import quant_type
-from ..formats.gguf import Tensor, printable, size_text, write_gguf
+from ..formats.gguf import Tensor, printable, quoted, size_text, write_gguf
 from ..formats.nvfp4_fp8 import encode_mxfp4, encode_nvfp4, largest_size
-from ..formats.quantize import PIECE, SIMPLE_CODES, choose_type, encode, read_maps, recipe
-from ..formats.safetensors import QUANTISED, Deferred, kind_of, open_checkpoint, to_blocks, write_folder
+from ..formats.quantize import PIECE, RECIPES, SIMPLE_CODES, choose_type, encode, kept_float, read_maps, recipe
+from ..formats.safetensors import DIALECTS, QUANTISED, Deferred, kind_of, listed, open_checkpoint, to_blocks, write_folder
 from ..model_store import resolve
-from ..text.tokenizer import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFINED, pre_tokenizer
+from .config import ModelConfig, every, text_part
+from .weights import Weights
+from ..text.chat_template import ChatTemplate
+from ..text.tokenizer import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFINED, Tokenizer, pre_tokenizer
 
 # %% ../../nbs/models/06_convert.ipynb #6ddd7ec4
 @dataclass(frozen=True, eq=False)
@@ -113,7 +120,7 @@ def to_gguf_name(name, architecture, num_layers):
     name = re.sub(r'^model\.(language_model\.)?', '', name)
     if name in MODEL_NAMES: return MODEL_NAMES[name]
     if name.startswith('mtp.') and name[4:] in MTP_NAMES: return f'blk.{num_layers}.{MTP_NAMES[name[4:]]}'
-    found = re.fullmatch(r'(mtp\.)?layers\.(\d+)\.(.+)', name)
+    found = re.fullmatch(r'(mtp\.)?layers\.([0-9]{1,6})\.(.+)', name)
     if not found or found[3] not in (names := layer_names(architecture)): return None
     return f'blk.{int(found[2]) + (num_layers if found[1] else 0)}.{names[found[3]]}'
 
@@ -121,7 +128,7 @@ def to_hf_name(name, architecture, num_layers):
     "The way back: HF name of a GGUF tensor, or None"
     back = {ours: theirs for theirs, ours in MODEL_NAMES.items()}
     if name in back: return back[name] if name == 'output.weight' else f'model.{back[name]}'
-    found = re.fullmatch(r'blk\.(\d+)\.(.+)', name)
+    found = re.fullmatch(r'blk\.([0-9]{1,6})\.(.+)', name)
     if not found: return None
     layer, inner = int(found[1]), found[2]
     if inner in MTP_NAMES.values(): return 'mtp.' + next(theirs for theirs, ours in MTP_NAMES.items() if ours == inner)
@@ -140,9 +147,7 @@ class Heads:
     linear_size: int = 0
 
     @classmethod
-    def of(cls, metadata):
-        get = lambda key: int(metadata.get(f'{metadata["general.architecture"]}.{key}', 0))
-        return cls(get('attention.head_count'), get('attention.head_count_kv') or get('attention.head_count'), get('ssm.group_count'), get('ssm.time_step_rank'), get('ssm.state_size'))
+    def of(cls, config): return cls(config.num_heads, config.num_kv_heads, config.delta_key_heads, config.delta_value_heads, config.delta_key_dim)
 
 def rope_order(rows, heads):
     "Rows of a half-split projection in the order of adjacent pairs: for each head 0, d/2, 1, d/2 + 1 …"
@@ -204,101 +209,70 @@ def next_orders(heads, values, rows):
     return np.concatenate([take(0, size), take(size, size), take(2 * size, values)]), take(2 * size + values, values)
 
 # %% ../../nbs/models/06_convert.ipynb #2cd447c2
-KEYS = {     # config.json: GGUF, after `architecture.`
-    'max_position_embeddings': 'context_length', 'hidden_size': 'embedding_length', 'num_hidden_layers': 'block_count', 'intermediate_size': 'feed_forward_length', 'vocab_size': 'vocab_size',
-    'num_attention_heads': 'attention.head_count', 'num_key_value_heads': 'attention.head_count_kv', 'head_dim': 'attention.key_length', 'rms_norm_eps': 'attention.layer_norm_rms_epsilon',
-    'num_experts': 'expert_count', 'num_experts_per_tok': 'expert_used_count', 'moe_intermediate_size': 'expert_feed_forward_length', 'shared_expert_intermediate_size': 'expert_shared_feed_forward_length',
-    'linear_conv_kernel_dim': 'ssm.conv_kernel', 'linear_key_head_dim': 'ssm.state_size', 'linear_num_key_heads': 'ssm.group_count', 'linear_num_value_heads': 'ssm.time_step_rank'}
+KEYS = {     # field of `ModelConfig`: (config.json, GGUF after `architecture.`)
+    'context_length': ('max_position_embeddings', 'context_length'), 'hidden_size': ('hidden_size', 'embedding_length'), 'intermediate_size': ('intermediate_size', 'feed_forward_length'), 'vocab_size': ('vocab_size', 'vocab_size'),
+    'num_heads': ('num_attention_heads', 'attention.head_count'), 'num_kv_heads': ('num_key_value_heads', 'attention.head_count_kv'), 'head_dim': ('head_dim', 'attention.key_length'), 'norm_eps': ('rms_norm_eps', 'attention.layer_norm_rms_epsilon'),
+    'num_experts': ('num_experts', 'expert_count'), 'experts_per_token': ('num_experts_per_tok', 'expert_used_count'), 'expert_size': ('moe_intermediate_size', 'expert_feed_forward_length'), 'shared_size': ('shared_expert_intermediate_size', 'expert_shared_feed_forward_length'),
+    'delta_conv': ('linear_conv_kernel_dim', 'ssm.conv_kernel'), 'delta_key_dim': ('linear_key_head_dim', 'ssm.state_size'), 'delta_key_heads': ('linear_num_key_heads', 'ssm.group_count'), 'delta_value_heads': ('linear_num_value_heads', 'ssm.time_step_rank')}
+AS_LLAMA = ('qwen2', 'mistral')
 
-def needed(config, key, kind=(int, float)):
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, kind): raise FormatError(f'config.json: {key!r} is {"missing" if value is None else repr(value)[:60]}')
-    return value
+def family_of(metadata):
+    "general.architecture of a checkpoint whose family is known; of a folder, the one that its model_type has in GGUF files"
+    if 'config' not in metadata: return metadata['general.architecture']
+    kind = text_part(metadata['config'])['model_type']
+    return ARCHITECTURES[kind + '_text' * (kind in ('qwen3_5', 'qwen3_5_moe'))][0]
 
-def full_interval(config):
-    "Every how many layers a hybrid has full attention; UnsupportedError when its layers follow another pattern"
-    kinds = config.get('layer_types')
-    interval = config.get('full_attention_interval') or (kinds.index('full_attention') + 1 if kinds and 'full_attention' in kinds else len(kinds or []) + 1)
-    if kinds and kinds != ['full_attention' if (i + 1) % interval == 0 else 'linear_attention' for i in range(len(kinds))]: raise UnsupportedError(f'config.json: layer_types follow no fixed interval: {kinds[:8]} …')
-    return interval
+def as_llama(metadata):
+    "The metadata of a qwen2 or mistral checkpoint in the words of a llama; of other families as it is"
+    if 'config' in metadata:
+        text = text_part(metadata['config'])
+        return metadata | {'config': {**text, 'text_config': None, 'architectures': None, 'model_type': 'llama'}} if text.get('model_type') in AS_LLAMA else metadata
+    name = metadata.get('general.architecture')
+    return metadata if name not in AS_LLAMA else {re.sub(f'^{name}[.]', 'llama.', key): value for key, value in metadata.items()} | {'general.architecture': 'llama'}
 
 # %% ../../nbs/models/06_convert.ipynb #de21c419
-def rope_entries(config, architecture, head_dim):
-    "GGUF keys for rotary positions"
-    rope = {**(config.get('rope_scaling') or {}), **(config.get('rope_parameters') or {})}
-    theta, kind = config.get('rope_theta', rope.get('rope_theta')), rope.get('rope_type', rope.get('type', 'default'))
-    if theta is None: raise FormatError("config.json: 'rope_theta' is missing")
-    partial = config.get('partial_rotary_factor', rope.get('partial_rotary_factor', .25 if architecture in HYBRID else 1))
-    found = {'rope.freq_base': float(theta), 'rope.dimension_count': int(head_dim * partial)}
-    if architecture.startswith('qwen35'):
-        sections = list(rope.get('mrope_section') or (config.get('mrope_section') or [11, 11, 10] if head_dim * partial == 64 else []))
-        if sections and 2 * sum(sections) != found['rope.dimension_count']: raise FormatError(f'config.json: mrope_section {sections} does not cover {found["rope.dimension_count"] // 2} frequencies')
-        found['rope.dimension_sections'] = np.array((sections or [found['rope.dimension_count'] // 2, 0, 0]) + [0], np.int32)
-    if kind in ('linear', 'yarn'): found |= {'rope.scaling.type': kind, 'rope.scaling.factor': float(rope['factor'])}
-    if kind == 'yarn': found['rope.scaling.original_context_length'] = int(rope.get('original_max_position_embeddings', config['max_position_embeddings']))
-    if kind not in ('default', 'mrope', 'linear', 'yarn', 'llama3'): raise UnsupportedError(f'config.json: rope_type {kind!r} cannot be converted')
+def full_interval(kinds):
+    "Every how many layers a hybrid has full attention; UnsupportedError when its layers follow another pattern"
+    first = kinds.index('attention') + 1 if 'attention' in kinds else len(kinds) + 1
+    found = next((n for n in (4, first) if every(n, len(kinds)) == kinds), None)
+    if found is None: raise UnsupportedError(f'layers of full attention follow no fixed interval (layer_types): {", ".join(kinds[:8])} …')
     return found
 
-def llama3_factors(config, head_dim):
-    "The tensor `rope_freqs.weight` of Llama 3.1 and later, what each frequency is divided by; None for other models"
-    rope = {**(config.get('rope_scaling') or {}), **(config.get('rope_parameters') or {})}
-    if rope.get('rope_type', rope.get('type')) != 'llama3': return None
-    wave = 2 * np.pi * float(config.get('rope_theta', rope.get('rope_theta'))) ** (np.arange(0, head_dim, 2) / head_dim)
-    old, low, high, factor = rope['original_max_position_embeddings'], rope['low_freq_factor'], rope['high_freq_factor'], rope['factor']
-    smooth = np.clip((old / wave - low) / (high - low), 0, 1)
-    return np.float32(1 / ((1 - smooth) / factor + smooth))
+def rope_entries(config, architecture):
+    "GGUF keys for rotary positions"
+    found = {'rope.freq_base': config.rope_theta, 'rope.dimension_count': config.rope_dim}
+    if architecture.startswith('qwen35'):
+        sections = list(config.rope_sections[:3]) or ([11, 11, 10] if config.rope_dim == 64 else [config.rope_dim // 2, 0, 0])
+        if 2 * sum(sections) != config.rope_dim: raise FormatError(f'mrope_section {sections} does not cover {config.rope_dim // 2} frequencies')
+        found['rope.dimension_sections'] = np.array(sections + [0] * (4 - len(sections)), np.int32)
+    return found if config.rope_scale == 1 else found | {'rope.scaling.type': 'linear', 'rope.scaling.factor': config.rope_scale}
 
 # %% ../../nbs/models/06_convert.ipynb #91021ad7
-def text_config(config):
-    "The part of config.json about the text model, and its model_type; UnsupportedError for a family that is not in `ARCHITECTURES`"
-    text = {**config, **(config.get('text_config') or {})}
-    if 'num_local_experts' in text: text.setdefault('num_experts', text['num_local_experts'])           # transformers 5 renames it in what it writes for qwen3_moe
-    kind = text.get('model_type')
-    if kind in ('qwen3_5', 'qwen3_5_moe'): kind += '_text'
-    if kind not in ARCHITECTURES: raise UnsupportedError(f'config.json: model_type {kind!r} cannot be converted; these can: {", ".join(ARCHITECTURES)}')
-    return text, kind
-
-def gguf_metadata(config, name='', mtp_layers=0):
-    "config.json → GGUF metadata without the tokenizer. FormatError for a missing key, UnsupportedError for a variant that GGUF has no words for."
-    text, kind = text_config(config)
-    architecture = ARCHITECTURES[kind][0]
-    head_dim = text.get('head_dim') or needed(text, 'hidden_size') // needed(text, 'num_attention_heads')
-    if architecture.endswith(('moe', 'next')):
-        if not text.get('norm_topk_prob', True): raise UnsupportedError('config.json: norm_topk_prob is false, but readers of GGUF files always normalise the weights of the chosen experts')
-        if text.get('decoder_sparse_step', 1) != 1 or text.get('mlp_only_layers'): raise UnsupportedError('config.json: some layers have no experts (decoder_sparse_step, mlp_only_layers); GGUF has no word for that')
-    if text.get('hidden_act', 'silu') != 'silu': raise UnsupportedError(f'config.json: hidden_act {text["hidden_act"]!r}')
-    found = {ours: text[theirs] for theirs, ours in KEYS.items() if text.get(theirs) is not None}
-    for key in ('max_position_embeddings', 'hidden_size', 'num_hidden_layers', 'num_attention_heads', 'rms_norm_eps', 'vocab_size'): needed(text, key)
-    found |= rope_entries(text, architecture, head_dim) | {'attention.layer_norm_rms_epsilon': float(text['rms_norm_eps']), 'block_count': text['num_hidden_layers'] + mtp_layers}
-    if 'attention.key_length' in found: found['attention.value_length'] = head_dim
-    if mtp_layers: found['nextn_predict_layers'] = mtp_layers
+def gguf_metadata(config, architecture, name=''):
+    "`ModelConfig` → GGUF metadata without the tokenizer. UnsupportedError for a variant that GGUF has no words for."
+    if config.num_experts:
+        if not config.norm_topk: raise UnsupportedError('config.json: norm_topk_prob is false, but readers of GGUF files always normalise the weights of the chosen experts')
+        if 'dense' in config.ffn_kinds: raise UnsupportedError('config.json: some layers have no experts (decoder_sparse_step, mlp_only_layers); GGUF has no word for that')
+    found = {ours: getattr(config, field) for field, (_, ours) in KEYS.items() if getattr(config, field)} | {'block_count': config.num_layers + config.num_mtp_layers, 'attention.value_length': config.head_dim}
+    found |= rope_entries(config, architecture)
+    if config.num_mtp_layers: found['nextn_predict_layers'] = config.num_mtp_layers
     if architecture in HYBRID:
-        found |= {'full_attention_interval': full_interval(text), 'ssm.inner_size': needed(text, 'linear_value_head_dim') * needed(text, 'linear_num_value_heads')}
-        if text['linear_value_head_dim'] != text['linear_key_head_dim']: raise UnsupportedError('config.json: linear_key_head_dim and linear_value_head_dim differ')
-    return {'general.architecture': architecture, 'general.type': 'model', 'general.name': str(name or text.get('_name_or_path') or kind)} | {f'{architecture}.{key}': value for key, value in found.items()}
+        if config.delta_value_dim != config.delta_key_dim: raise UnsupportedError('config.json: linear_key_head_dim and linear_value_head_dim differ')
+        found |= {'full_attention_interval': full_interval(config.layer_kinds), 'ssm.inner_size': config.delta_value_size}
+    return {'general.architecture': architecture, 'general.type': 'model', 'general.name': str(name) or architecture} | {f'{architecture}.{key}': value for key, value in found.items()}
 
 # %% ../../nbs/models/06_convert.ipynb #7ffbc3f8
-def hf_config(metadata, tied, dtype='bfloat16'):
-    "GGUF metadata → config.json. UnsupportedError for a family that is not in the table"
-    architecture = metadata.get('general.architecture')
-    kind = next((kind for kind, (a, _) in ARCHITECTURES.items() if a == architecture), None)
-    if kind is None: raise UnsupportedError(f'architecture {architecture!r} has no safetensors layout here; these have: {", ".join(sorted({a for a, _ in ARCHITECTURES.values()}))}')
-    get = lambda key, default=None: metadata.get(f'{architecture}.{key}', default)
-    if 'rope_freqs.weight' in metadata or get('rope.scaling.type', 'none') not in ('none', 'linear'): raise UnsupportedError(f'rope scaling {get("rope.scaling.type")!r} of a GGUF file cannot be written to config.json')
-    config = {theirs: get(ours) for theirs, ours in KEYS.items() if get(ours) is not None}
-    head_dim = config.setdefault('head_dim', config['hidden_size'] // config['num_attention_heads'])
-    config['num_hidden_layers'] -= get('nextn_predict_layers', 0)
-    rope = {'rope_type': get('rope.scaling.type', 'default'), 'rope_theta': get('rope.freq_base', 10000.)} | ({'factor': get('rope.scaling.factor')} if get('rope.scaling.type') == 'linear' else {})
-    rotated = get('rope.dimension_count', head_dim)
-    if rotated != head_dim: rope['partial_rotary_factor'] = rotated / head_dim
-    if get('rope.dimension_sections') is not None: rope |= {'mrope_section': [int(n) for n in get('rope.dimension_sections')][:3], 'mrope_interleaved': True}
-    if architecture in HYBRID:
-        config['linear_value_head_dim'] = get('ssm.inner_size') // get('ssm.time_step_rank')
-        config['layer_types'] = ['full_attention' if (i + 1) % get('full_attention_interval', 4) == 0 else 'linear_attention' for i in range(config['num_hidden_layers'])]
-    if architecture.endswith(('moe', 'next')): config |= {'norm_topk_prob': True, 'decoder_sparse_step': 1, 'mlp_only_layers': []}
-    config.setdefault('intermediate_size', config.get('moe_intermediate_size'))
-    ids = {key: metadata[f'tokenizer.ggml.{key}'] for key in ('bos_token_id', 'eos_token_id') if f'tokenizer.ggml.{key}' in metadata}
-    return {'architectures': [ARCHITECTURES[kind][1]], 'model_type': kind} | {k: v.item() if isinstance(v, np.generic) else v for k, v in config.items()} | ids | {'rope_parameters': rope, 'hidden_act': 'silu', 'tie_word_embeddings': tied, 'dtype': dtype}
+def hf_config(config, architecture, tied, dtype='bfloat16', ids=()):
+    "`ModelConfig` → config.json; ids: more entries, such as bos_token_id"
+    kind = next(kind for kind, (ours, _) in ARCHITECTURES.items() if ours == architecture)
+    found = {theirs: getattr(config, field) for field, (theirs, _) in KEYS.items() if getattr(config, field)} | {'num_hidden_layers': config.num_layers}
+    rope = {'rope_type': 'default', 'rope_theta': config.rope_theta} | ({'rope_type': 'linear', 'factor': config.rope_scale} if config.rope_scale != 1 else {})
+    if config.rope_dim != config.head_dim: rope['partial_rotary_factor'] = config.rope_dim / config.head_dim
+    if config.rope_sections: rope |= {'mrope_section': list(config.rope_sections), 'mrope_interleaved': True}
+    if architecture in HYBRID: found |= {'linear_value_head_dim': config.delta_value_dim, 'layer_types': ['full_attention' if kind == 'attention' else 'linear_attention' for kind in config.layer_kinds]}
+    if config.num_experts: found |= {'norm_topk_prob': config.norm_topk, 'decoder_sparse_step': 1, 'mlp_only_layers': []}
+    found.setdefault('intermediate_size', config.expert_size)
+    return {'architectures': [ARCHITECTURES[kind][1]], 'model_type': kind} | found | dict(ids) | {'rope_parameters': rope, 'hidden_act': 'silu', 'tie_word_embeddings': tied, 'dtype': dtype}
 
 # %% ../../nbs/models/06_convert.ipynb #79bfb65e
 TRAPS = "It's I'LL  3 12345 x  12\n\n  \t y=2;\r\n'tis «Ünï» e\u0301a\u0308 ... don't!!\n #2 नमस्ते 你好 a1b22 \u00a0z   "
@@ -313,45 +287,48 @@ def rule_of(tokenizer, ignore_merges):
     raise UnsupportedError('tokenizer.json cuts text by a rule that has no name in GGUF (or is no byte-level BPE)')
 
 # %% ../../nbs/models/06_convert.ipynb #46fc866a
-def gguf_tokenizer(metadata, vocab_size):
-    "The `tokenizer.*` keys for a folder's metadata (as `open_folder` gives it). The vocabulary is filled up to `vocab_size`, the rows of the embedding."
-    if 'tokenizer.json' not in metadata: return {'tokenizer.ggml.model': 'no_vocab'}
-    path, settings = Path(metadata['tokenizer.json']), metadata.get('tokenizer_config', {})
+def gguf_tokenizer(metadata, tokenizer):
+    "The `tokenizer.*` keys for a folder's metadata (as `open_folder` gives it) and the `Tokenizer` of the same folder, which has checked its files. There is a token for each row of the embedding."
+    path, settings, count = Path(metadata['tokenizer.json']), metadata.get('tokenizer_config', {}), tokenizer.vocab_size
     described = json.loads(path.read_text('utf-8'))
-    if described['model'].get('type', 'BPE') != 'BPE' or described['model'].get('byte_fallback'): raise UnsupportedError('tokenizer.json is no byte-level BPE, and only that can be converted')
-    tokenizer, ids = hf.Tokenizer.from_file(str(path)), {**described['model']['vocab'], **{t['content']: t['id'] for t in described['added_tokens']}}
-    count, numbers = vocab_size, sorted(ids.values())
-    if not (0 <= numbers[0] and numbers[-1] < count): raise FormatError(f'tokenizer.json has ids from {numbers[0]} to {numbers[-1]}, and the embedding {count} rows')
-    tokens, types = [f'[PAD{i}]' for i in range(count)], np.full(count, UNUSED, np.int32)
+    model, added = described['model'], described.get('added_tokens') or []
+    if model.get('byte_fallback'): raise UnsupportedError(f'{path}: falls back to bytes, and only byte-level BPE can be converted')
+    try: theirs = hf.Tokenizer.from_file(str(path))
+    except Exception as error: raise FormatError(f'{path}: the tokenizers library cannot use it: {error}') from None
+    tokens, types, ids = [f'[PAD{i}]' for i in range(count)], np.full(count, UNUSED, np.int32), {**model['vocab'], **{t['content']: t['id'] for t in added}}
     for token, i in ids.items(): tokens[i], types[i] = token, NORMAL
-    for t in described['added_tokens']: types[t['id']] = CONTROL if t['special'] else USER_DEFINED
-    content = lambda token: token.get('content') if isinstance(token, dict) else token
-    config, generation = metadata.get('config', {}), metadata.get('generation_config', {})
-    def id_of(kind):
-        said = ids.get(content(settings.get(f'{kind}_token')), generation.get(f'{kind}_token_id', config.get(f'{kind}_token_id', (config.get('text_config') or {}).get(f'{kind}_token_id'))))
-        return said[0] if isinstance(said, list) else said
-    found = {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': rule_of(tokenizer, bool(described['model'].get('ignore_merges'))), 'tokenizer.ggml.tokens': tokens, 'tokenizer.ggml.token_type': types,
-             'tokenizer.ggml.merges': [m if isinstance(m, str) else ' '.join(m) for m in described['model']['merges']]}
-    found |= {f'tokenizer.ggml.{key}_token_id': int(id_of(word)) for key, word in (('bos', 'bos'), ('eos', 'eos'), ('padding', 'pad')) if id_of(word) is not None}
-    found['tokenizer.ggml.add_bos_token'] = 'tokenizer.ggml.bos_token_id' in found and tokenizer.encode('a').ids[:1] == [found['tokenizer.ggml.bos_token_id']]
+    for t in added: types[t['id']] = CONTROL if t.get('special') else USER_DEFINED
+    found = {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': rule_of(theirs, bool(model.get('ignore_merges'))), 'tokenizer.ggml.tokens': tokens, 'tokenizer.ggml.token_type': types,
+             'tokenizer.ggml.merges': [m if isinstance(m, str) else ' '.join(m) for m in model['merges']]}
+    padding = settings.get('pad_token')
+    padding = padding.get('content') if isinstance(padding, dict) else padding
+    named = {'bos': tokenizer.bos_id, 'eos': tokenizer.eos_id, 'padding': ids.get(padding) if isinstance(padding, str) else None}
+    found |= {f'tokenizer.ggml.{word}_token_id': i for word, i in named.items() if i is not None} | {'tokenizer.ggml.add_bos_token': tokenizer.add_bos}
     return found | ({'tokenizer.chat_template': metadata['tokenizer.chat_template']} if 'tokenizer.chat_template' in metadata else {})
 
 # %% ../../nbs/models/06_convert.ipynb #f014b5b4
+def token_id(metadata, word):
+    "The id under `tokenizer.ggml.{word}_token_id`, or None where that names no token"
+    value, count = metadata.get(f'tokenizer.ggml.{word}_token_id'), len(metadata.get('tokenizer.ggml.tokens', ()))
+    return int(value) if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 <= value < count else None
+
 def write_hf_tokenizer(metadata, folder):
     "tokenizer.json, tokenizer_config.json and chat_template.jinja from GGUF metadata, into `folder`; returns their paths (none without a vocabulary)"
     if metadata.get('tokenizer.ggml.model') != 'gpt2': return []
-    rule, tokens, types = pre_tokenizer(metadata['tokenizer.ggml.pre']), metadata['tokenizer.ggml.tokens'], np.asarray(metadata['tokenizer.ggml.token_type'])
-    tokenizer = hf.Tokenizer(hf.models.BPE({token: i for i, token in enumerate(tokens)}, [tuple(m.split(' ')) for m in metadata['tokenizer.ggml.merges']], ignore_merges=rule.ignore_merges))
+    rule, tokens = pre_tokenizer(metadata['tokenizer.ggml.pre']), metadata['tokenizer.ggml.tokens']
+    types = np.asarray(metadata.get('tokenizer.ggml.token_type', np.full(len(tokens), NORMAL)))
+    try: tokenizer = hf.Tokenizer(hf.models.BPE({token: i for i, token in enumerate(tokens)}, [tuple(m.split(' ')) for m in metadata['tokenizer.ggml.merges']], ignore_merges=rule.ignore_merges))
+    except Exception as error: raise FormatError(f'tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}') from None
     if rule.nfc: tokenizer.normalizer = hf.normalizers.NFC()
     tokenizer.pre_tokenizer = hf.pre_tokenizers.Sequence([*rule.stages(), hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = hf.decoders.ByteLevel()
     tokenizer.add_special_tokens([hf.AddedToken(tokens[i], special=True, normalized=False) for i in np.flatnonzero(types == CONTROL)])
     tokenizer.add_tokens([hf.AddedToken(tokens[i], normalized=False) for i in np.flatnonzero(types == USER_DEFINED)])
-    named = {f'{word}_token': tokens[metadata[f'tokenizer.ggml.{key}_token_id']] for key, word in (('bos', 'bos'), ('eos', 'eos'), ('padding', 'pad')) if f'tokenizer.ggml.{key}_token_id' in metadata}
+    named = {f'{word}_token': tokens[i] for key, word in (('bos', 'bos'), ('eos', 'eos'), ('padding', 'pad')) if (i := token_id(metadata, key)) is not None}
     if metadata.get('tokenizer.ggml.add_bos_token', rule.add_bos) and 'bos_token' in named:
-        tokenizer.post_processor = hf.processors.TemplateProcessing(single=f'{named["bos_token"]} $A', pair=f'{named["bos_token"]} $A $B', special_tokens=[(named['bos_token'], metadata['tokenizer.ggml.bos_token_id'])])
+        tokenizer.post_processor = hf.processors.TemplateProcessing(single=f'{named["bos_token"]} $A', pair=f'{named["bos_token"]} $A $B', special_tokens=[(named['bos_token'], token_id(metadata, 'bos'))])
     (folder / 'tokenizer.json').write_text(tokenizer.to_str(pretty=True), 'utf-8')
-    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False, 'model_max_length': int(metadata.get(f'{metadata["general.architecture"]}.context_length', 1 << 20))} | named
+    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False, 'model_max_length': metadata.get(f'{metadata["general.architecture"]}.context_length', 1 << 20)} | named
     (folder / 'tokenizer_config.json').write_text(json.dumps(settings, indent=2, ensure_ascii=False) + '\n', 'utf-8')
     template = metadata.get('tokenizer.chat_template')
     if template: (folder / 'chat_template.jinja').write_text(template, 'utf-8')
@@ -368,22 +345,36 @@ class Model:
     source: object = None
 
     @property
-    def architecture(self): return self.metadata.get('general.architecture', '')
+    def architecture(self): return self.metadata['general.architecture']
+    @cached_property
+    def config(self): return ModelConfig.from_gguf(as_llama(self.metadata), self.parts)
     @property
-    def trunk_layers(self): return int(self.metadata.get(f'{self.architecture}.block_count', 0)) - int(self.metadata.get(f'{self.architecture}.nextn_predict_layers', 0))
+    def trunk_layers(self): return self.config.num_layers
     @property
     def tied(self): return 'output.weight' not in self.parts
 
-@contextmanager
-def understanding(what):
-    """FormatError naming `what` when translating it ends in an error of any other kind: names, numbers and nested values of config.json, tokenizer files and GGUF keys come from strangers, and each of them may be missing, or a list where a number belongs"""
-    try: yield
-    except (SparkinferError, OSError, MemoryError): raise
-    except Exception as e: raise FormatError(f'{what} cannot be understood: {type(e).__name__}, {printable(str(e))}') from e
-
 LEFT_OUT = ('model.visual.*', 'visual.*', '*.rotary_emb.inv_freq')
-EXPERT = re.compile(r'(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight')
+EXPERT = re.compile(r'(.*\.mlp\.experts)\.([0-9]{1,6})\.(gate|up|down)_proj\.weight')
 FUSED = re.compile(r'(.*\.mlp\.experts)\.(gate_up|down)_proj(?:\.weight)?')
+
+# %% ../../nbs/models/06_convert.ipynb #c4cee711
+def checked(checkpoint):
+    """What `sparkinfer run` asks of an open checkpoint before it computes: values of the metadata, every tensor with its shape and type, a tokenizer of the right size, a chat template that can be read → (ModelConfig, Weights, Tokenizer).
+    FormatError or UnsupportedError as there, an unknown family among them: nobody here could say which of its tensors must stay as they are."""
+    path, metadata, biases, view = checkpoint.path, as_llama(checkpoint.metadata), {}, checkpoint
+    home = path if path.is_dir() else path.parent
+    if metadata is not checkpoint.metadata:                                    # qwen2, mistral: a llama, and what it has besides
+        biases = {name: t for name, t in checkpoint.tensors.items() if name.endswith('.bias')}
+        view = SimpleNamespace(path=path, metadata=metadata, tensors={name: t for name, t in checkpoint.tensors.items() if name not in biases}, release=checkpoint.release)
+    config = ModelConfig.from_checkpoint(view)
+    weights = Weights.from_checkpoint(view, config)
+    for name, t in biases.items():
+        beside = view.tensors.get(name.removesuffix('bias') + 'weight')
+        if beside is None or t.shape != beside.shape[:1]: raise FormatError(f'{path}: tensor {quoted(name)} of {t.shape} fits no weight beside it')
+    tokenizer = Tokenizer.from_folder(home) if 'config' in metadata else Tokenizer.from_gguf(metadata)
+    if tokenizer.vocab_size != config.vocab_size: raise FormatError(f'{path}: the tokenizer has {tokenizer.vocab_size:,} tokens and the embedding {config.vocab_size:,} rows; the file is damaged or was put together from two models')
+    if 'tokenizer.chat_template' in metadata: ChatTemplate.from_gguf(metadata, tokenizer)
+    return config, weights, tokenizer
 
 # %% ../../nbs/models/06_convert.ipynb #b156febe
 def gguf_model(checkpoint):
@@ -400,6 +391,7 @@ def expert_parts(tensors):
     for name, t in tensors.items():
         if found := EXPERT.fullmatch(name): single.setdefault((found[1], found[3]), {})[int(found[2])] = t
         elif found := FUSED.fullmatch(name):
+            if len(t.shape) != 3: raise FormatError(f'tensor {quoted(name)} has {len(t.shape)} axes, and a stack of experts has three')
             p, of = Part.of(t), stacks.setdefault(found[1], {})
             half = t.shape[1] // 2
             if found[2] == 'down': of['down'] = p
@@ -413,53 +405,55 @@ def expert_parts(tensors):
     return stacks, used
 
 # %% ../../nbs/models/06_convert.ipynb #426b1050
-def folder_model(checkpoint):
-    "A `Model` of an open folder. UnsupportedError lists tensors that no rule knows."
-    config, tensors = checkpoint.metadata['config'], checkpoint.tensors
-    text, kind = text_config(config)
-    mtp = len({name.split('.')[2] for name in tensors if name.startswith('mtp.layers.')})
-    metadata = gguf_metadata(config, checkpoint.path.name, mtp)
-    architecture, heads, layers, parts, unknown = metadata['general.architecture'], Heads.of(metadata), text['num_hidden_layers'], {}, []
+def folder_model(checkpoint, config, weights, tokenizer):
+    "A `Model` of an open folder and what `checked` found in it. UnsupportedError lists tensors that no rule knows."
+    tensors, architecture, heads, layers, parts, unknown = checkpoint.tensors, family_of(checkpoint.metadata), Heads.of(config), config.num_layers, {}, []
     stacks, used = expert_parts(tensors)
-    skipped = [name for name in tensors if any(fnmatchcase(name, pattern) for pattern in LEFT_OUT) or (name == 'lm_head.weight' and text.get('tie_word_embeddings'))]
+    skipped = [name for name in tensors if any(fnmatchcase(name, pattern) for pattern in LEFT_OUT) or (name == 'lm_head.weight' and config.tie_embeddings)]
+    def add(new, part):
+        if new in parts: raise FormatError(f'{checkpoint.path}: two tensors are {new}; one of them is {quoted(part.name)}')
+        parts[new] = replace(part, name=new)
     for where, experts in stacks.items():
         for which, part in experts.items():
             name = to_gguf_name(where.removesuffix('.experts') + '.gate.weight', architecture, layers)
-            if name is None: raise UnsupportedError(f'experts in an unknown place: {where}')
-            name = name.replace('ffn_gate_inp', f'ffn_{which}_exps')
-            parts[name] = replace(part, name=name)
+            if name is None: raise UnsupportedError(f'{checkpoint.path}: experts in an unknown place: {quoted(where)}')
+            add(name.replace('ffn_gate_inp', f'ffn_{which}_exps'), part)
     for name, t in tensors.items():
         if name in used or name in skipped: continue
-        if name.endswith('linear_attn.in_proj_qkvz.weight'):
-            for order, ours in zip(next_orders(heads, text['linear_value_head_dim'] * heads.linear_values // heads.linear_keys, t.shape[0]), ('qkv', 'z')):
-                new = to_gguf_name(name.replace('qkvz', ours), architecture, layers)
-                parts[new] = rearranged(Part.of(t, new), order)
+        if name.endswith('linear_attn.in_proj_qkvz.weight') and (new := to_gguf_name(name.replace('qkvz', 'qkv'), architecture, layers)):
+            mixed, z = next_orders(heads, config.delta_value_dim * heads.linear_values // heads.linear_keys, t.shape[0])
+            add(new, rearranged(Part.of(t), mixed)), add(to_gguf_name(name.replace('qkvz', 'z'), architecture, layers), rearranged(Part.of(t), z))
             continue
         new = to_gguf_name(name, architecture, layers)
         if new is None: unknown.append(name); continue
-        part = Part.of(t, new)
+        part = Part.of(t)
         for change in changes(architecture, inner_name(new), t.shape, heads): part = change.to_gguf(part)
-        parts[new] = replace(part, name=new)
-    if unknown: raise UnsupportedError(f'{len(unknown)} tensors belong to nothing that is known here: {", ".join(unknown[:6])}{" …" if len(unknown) > 6 else ""}')
-    factors = llama3_factors(text, text.get('head_dim') or text['hidden_size'] // text['num_attention_heads'])
-    if factors is not None: parts['rope_freqs.weight'] = Part('rope_freqs.weight', factors.shape, lambda rows: factors[rows])
-    return Model(metadata | gguf_tokenizer(checkpoint.metadata, parts['token_embd.weight'].shape[0]), dict(sorted(parts.items(), key=lambda item: layer_number(item[0]))), {}, tuple(skipped), checkpoint)
+        add(new, part)
+    if unknown: raise UnsupportedError(f'{checkpoint.path}: {len(unknown)} tensors belong to nothing that is known here: {listed(unknown, 6)}')
+    if 'rope_factors' in weights: add('rope_freqs.weight', Part.of(weights['rope_factors']))
+    metadata = gguf_metadata(config, architecture, checkpoint.path.name) | gguf_tokenizer(checkpoint.metadata, tokenizer)
+    return Model(metadata, dict(sorted(parts.items(), key=lambda item: layer_number(item[0]))), {}, tuple(skipped), checkpoint)
 
-def inner_name(name): return re.sub(r'^blk\.\d+\.', '', name)
+def inner_name(name): return re.sub(r'^blk\.[0-9]+\.', '', name)
 def layer_number(name): return int(name.split('.')[1]) if name.startswith('blk.') else -1
 
 def open_model_parts(source):
-    "A `Model` of whatever lies at `source`: a path or any name that `model_store` knows"
+    "A `Model` of whatever lies at `source`, a path or any name that `model_store` knows, once it is `checked`"
     checkpoint = open_checkpoint(resolve(source))
-    if 'config' not in checkpoint.metadata: return gguf_model(checkpoint)
-    with understanding(f'{checkpoint.path}: config.json or tokenizer.json'): return folder_model(checkpoint)
+    try:
+        found = checked(checkpoint)
+        return folder_model(checkpoint, *found) if 'config' in checkpoint.metadata else gguf_model(checkpoint)
+    except BaseException:
+        checkpoint.close()
+        raise
 
 # %% ../../nbs/models/06_convert.ipynb #567018cf
 def hf_parts(model):
     "Parts by HF name, experts one by one. UnsupportedError for tensors without an HF name."
-    architecture, heads, layers, found, unknown = model.architecture, Heads.of(model.metadata), model.trunk_layers, {}, []
+    architecture, heads, layers, found, unknown = model.architecture, Heads.of(model.config), model.trunk_layers, {}, []
     for name, part in model.parts.items():
         inner = inner_name(name)
+        if inner == name and name not in MODEL_NAMES.values(): unknown.append(name); continue
         if stack := re.fullmatch(r'ffn_(gate|up|down)_exps\.weight', inner):
             where = to_hf_name(name.replace(stack[0], 'ffn_gate_inp.weight'), architecture, layers).removesuffix('.gate.weight')
             found |= {n: layer_of_stack(part, i, n) for i in range(part.shape[0]) for n in [f'{where}.experts.{i}.{stack[1]}_proj.weight']}
@@ -473,7 +467,7 @@ def hf_parts(model):
         if new is None: unknown.append(name); continue
         for change in reversed(changes(architecture, inner, part.shape, heads)): part = change.to_hf(part)
         found[new] = replace(part, name=new)
-    if unknown: raise UnsupportedError(f'{len(unknown)} tensors have no name in a safetensors folder: {", ".join(unknown[:6])}{" …" if len(unknown) > 6 else ""}')
+    if unknown: raise UnsupportedError(f'{len(unknown)} tensors have no name in a safetensors folder: {listed(unknown, 6)}')
     return found
 
 def fused_qkvz(name, qkv, z, heads):
@@ -551,24 +545,37 @@ def nvfp4_entries(part, method, release):
     return {part.name: ('NVFP4', part.shape, make), part.name.removesuffix('.weight') + '.scale': ('F32', (count,), lambda: [made['factors']])}
 
 # %% ../../nbs/models/06_convert.ipynb #540dd558
-def gguf_types(model, to, maps):
-    "{name: type name} for every part; maps: [(pattern, type name)]. UnsupportedError for a map that matches nothing."
-    asked = recipe(to)
-    unused = [f'{pattern}={name}' for pattern, name in maps if not any(fnmatchcase(n, pattern) for n in model.parts)]
-    if unused: raise UnsupportedError(f'no tensor is called like {", ".join(unused)}; sparkinfer inspect lists the names')
+def need_matches(maps, names, target):
+    "UnsupportedError naming the maps ('pattern=TYPE', as they were typed) whose pattern is like no name in the target, with a name that is one"
+    unused = [str(entry) for entry in maps if not any(fnmatchcase(name, str(entry).rpartition('=')[0]) for name in names)]
+    example = next((name for name in names if name.endswith(('attn_v.weight', 'v_proj.weight'))), next(iter(names), None))
+    if unused: raise UnsupportedError(f'--map {", ".join(map(quoted, unused))} matches nothing: patterns are for the names that tensors have in {Path(target).name}, such as {printable(str(example))}')
+
+def stay_as(maps, names, stays):
+    "What to tell of tensors that a map matches and that stay as they are: (line,) or (). stays(name, wanted type) → the type they keep, or None"
+    first = {name: next((wanted for pattern, wanted in maps if fnmatchcase(name, pattern)), None) for name in names}
+    kept = {name: kept for name, wanted in first.items() if wanted and (kept := stays(name, wanted))}
+    if not kept: return ()
+    return f'{len(kept)} vectors and other small tensors that --map matches stay {" or ".join(sorted(set(kept.values())))}, such as {next(iter(kept))}',
+
+def gguf_types(model, to, maps, target):
+    "({name: type name} for every part, notes); maps: ['pattern=TYPE', …]"
+    asked, pairs = recipe(to), read_maps(maps)
+    need_matches(maps, model.parts, target)
     def chosen(name, part):
         if part.tensor is not None and part.tensor.type.name in ('I8', 'I16', 'I32', 'I64', 'F64'): return part.tensor.type.name
-        return choose_type(name, part.shape, asked, model.trunk_layers, model.tied, maps)
-    return {name: chosen(name, part) for name, part in model.parts.items()}
+        return choose_type(name, part.shape, asked, model.trunk_layers, model.tied, pairs)
+    return {name: chosen(name, part) for name, part in model.parts.items()}, stay_as(pairs, model.parts, lambda name, wanted: 'F32' if kept_float(name, model.parts[name].shape, wanted) else None)
 
 # %% ../../nbs/models/06_convert.ipynb #b3c2686e
 @dataclass
 class Conversion:
-    "What `convert` did. rows: (name, shape, type before, type after, bytes) for each tensor; skipped: names that were left out on purpose"
+    "What `convert` did. rows: (name, shape, type before, type after, bytes) for each tensor; skipped: names that were left out on purpose; notes: what a reader should know besides, a line each"
     path: Path
     rows: list
     skipped: tuple = ()
     seconds: float = 0.
+    notes: tuple = ()
 
     @property
     def nbytes(self): return sum(row[4] for row in self.rows)
@@ -581,15 +588,15 @@ class Conversion:
             count, size, total = totals.get(after, (0, 0, 0))
             totals[after] = count + 1, size + int(np.prod(shape, dtype=np.int64)), total + nbytes
         lines = [f'{after:12} {count:6} tensors {size:15,} weights {size_text(total):>9}' for after, (count, size, total) in sorted(totals.items(), key=lambda item: -item[1][2])]
-        left = [f'left out: {len(self.skipped)} tensors, such as {self.skipped[0]}'] if self.skipped else []
-        return '\n'.join([f'{self.path.name}: {size_text(self.nbytes)}, {8 * self.nbytes / max(1, self.weights):.2f} bits per weight', *lines, *left])
+        left = [f'left out: {len(self.skipped)} tensors, such as {printable(self.skipped[0])}'] if self.skipped else []
+        return '\n'.join([f'{printable(self.path.name)}: {size_text(self.nbytes)}, {8 * self.nbytes / max(1, self.weights):.2f} bits per weight', *lines, *left, *self.notes])
 
 # %% ../../nbs/models/06_convert.ipynb #b9b01fee
 def type_before(part): return part.tensor.type.name if part.tensor is not None else 'changed'
 
 def write_as_gguf(model, target, to, maps=(), refit=False, progress=None):
     "Write a `Model` to a GGUF file; see `convert`"
-    with understanding(f'{model.source.path}: its metadata' if model.source is not None else 'the metadata'): types = gguf_types(model, to, maps)
+    types, notes = gguf_types(model, to, maps, target)
     k_method = 'lloyd' if refit else 'search'
     release, tensors = releaser(model.source), {}
     for name, part in model.parts.items():
@@ -602,7 +609,7 @@ def write_as_gguf(model, target, to, maps=(), refit=False, progress=None):
     metadata = {key: value for key, value in model.metadata.items() if not key.startswith(('quantize.', 'split.'))} | {'general.file_type': recipe(to).file_type}
     if any(quant_type(name).block_size > 1 for name in types.values()): metadata['general.quantization_version'] = 2
     write_gguf(target, metadata, counted(tensors, sum(sizes.values()), progress), kinds=model.kinds)
-    return Conversion(Path(target), [(name, part.shape, type_before(part), types[name], sizes[name]) for name, part in model.parts.items()], model.skipped)
+    return Conversion(Path(target), [(name, part.shape, type_before(part), types[name], sizes[name]) for name, part in model.parts.items()], model.skipped, notes=notes)
 
 # %% ../../nbs/models/06_convert.ipynb #cf0c64ab
 def counted(tensors, total, progress):
@@ -619,8 +626,7 @@ def counted(tensors, total, progress):
 
 def sweep(target):
     "Remove what a conversion to `target` left beside it when its process was killed"
-    import shutil
-    for left in Path(target).absolute().parent.glob(f'.{Path(target).name}.*.part'):
+    for left in Path(target).absolute().parent.glob(f'.{glob_escape(Path(target).name)}.*.part'):
         pid = left.name.split('.')[-2]
         if not pid.isdigit() or Path(f'/proc/{pid}').exists() or not Path('/proc/self').exists(): continue
         shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -633,32 +639,47 @@ def writing(target):
     except FileExistsError as e: raise SparkinferError(str(e)) from e
     except OSError as e: raise SparkinferError(f'{target} cannot be written: {e.strerror or e}. Nothing is left of it') from e
 
+def new_place(target):
+    "SparkinferError where something has the name `target` already, or nothing can get it: no such folder, a file in place of one, no permission, a file system without room for names. It is tried, since permissions do not tell."
+    target = Path(target)
+    if os.path.lexists(target): raise SparkinferError(f'{target} exists already; choose another name')
+    parent = target.absolute().parent
+    try:
+        if not parent.is_dir(): raise SparkinferError(f'{target} cannot be written: {parent} is {"a file, not a folder" if parent.exists() else "not there; make that folder first"}')
+        probe = parent / f'.{target.name}.{os.getpid()}.part'
+        os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        probe.unlink()
+    except OSError as e: raise SparkinferError(f'{target} cannot be written: no file can be made in {parent} ({e.strerror})') from e
+
 def need_room(target, nbytes):
     "SparkinferError when the disk has less than `nbytes` free: better now than after an hour"
-    import shutil
-    parent = Path(target).absolute().parent
-    if not parent.is_dir(): raise SparkinferError(f'{parent}: no such folder')
-    free = shutil.disk_usage(parent).free
+    free = shutil.disk_usage(Path(target).absolute().parent).free
     if nbytes > free: raise SparkinferError(f'{target} takes {size_text(nbytes)}, and {size_text(free)} are free on that disk')
 
 # %% ../../nbs/models/06_convert.ipynb #d005f5ed
 FOLDER_KINDS = ('BF16', 'F16', 'F32', *QUANTISED)
 FOLDER_PLAIN = ('*norm*', '*embed*', 'lm_head*', '*.mlp.gate.weight', '*shared_expert_gate*', '*conv1d*', '*.in_proj_a.*', '*.in_proj_b.*', '*.in_proj_ba.*', '*visual*', 'mtp.*')
 FOLDER_EXACT = ('*.A_log', '*.dt_bias', '*.linear_attn.norm.weight')
+FOLDER_STAYS = ('*norm*', '*.mlp.gate.weight', '*shared_expert_gate*', '*conv1d*', *FOLDER_EXACT)          # not even when a map asks
+
+def left_plain(name, shape, wanted):
+    "Does tensor `name` of a folder stay in plain numbers although a map asks for `wanted`? Vectors, routers and convolutions do"
+    return wanted in QUANTISED and (len(shape) < 2 or any(fnmatchcase(name, p) for p in FOLDER_STAYS))
 
 def folder_kind(name, shape, to, maps):
-    "The kind that tensor `name` (its HF name) of `shape` gets in a folder"
+    "The kind that tensor `name` (its HF name) of `shape` gets in a folder; maps: [(pattern, kind)]"
     for pattern, wanted in maps:
-        if fnmatchcase(name, pattern): return wanted
+        if fnmatchcase(name, pattern) and not left_plain(name, shape, wanted): return wanted
+        if fnmatchcase(name, pattern): break
     plain = to if to not in QUANTISED else 'BF16'
     if to in QUANTISED and len(shape) > 1 and name.endswith('.weight') and not shape[-1] % {'NVFP4': 16, 'MXFP4': 32}.get(to, 1) and not any(fnmatchcase(name, p) for p in FOLDER_PLAIN): return to
     return 'F32' if any(fnmatchcase(name, p) for p in FOLDER_EXACT) else plain
 
 def folder_maps(maps):
     "['pattern=KIND', …] for a folder → [(pattern, kind)]"
-    pairs = [tuple(str(entry).rpartition('=')[::2]) for entry in maps]
+    pairs = [(pattern, kind.strip().upper()) for pattern, _, kind in (str(entry).rpartition('=') for entry in maps)]
     for entry, (pattern, kind) in zip(maps, pairs):
-        if not pattern or kind not in FOLDER_KINDS: raise UnsupportedError(f"a map for a folder is 'pattern=KIND' with one of {', '.join(FOLDER_KINDS)}; {entry!r} is not")
+        if not pattern or kind not in FOLDER_KINDS: raise UnsupportedError(f"--map {entry!r}: for a folder it is 'PATTERN=TYPE' with one of {', '.join(FOLDER_KINDS)}, such as '*.v_proj.weight=BF16'")
     return pairs
 
 # %% ../../nbs/models/06_convert.ipynb #80bf0709
@@ -705,7 +726,7 @@ def unfused(tensors):
     parts = {}
     for name, t in tensors.items():
         found, whole = FUSED.fullmatch(name), Part.of(t)
-        if not found: parts[name] = whole; continue
+        if not found or len(t.shape) != 3: parts[name] = whole; continue
         half = t.shape[1] // 2
         rows = {'down': None} if found[2] == 'down' else {'gate': np.arange(half), 'up': np.arange(half, t.shape[1])}
         for i in range(t.shape[0]):
@@ -719,25 +740,22 @@ def unfused(tensors):
 SIDE_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'chat_template.json', 'special_tokens_map.json', 'vocab.json', 'merges.txt', 'preprocessor_config.json', 'video_preprocessor_config.json', 'processor_config.json', 'LICENSE')
 
 def write_as_folder(checkpoint, target, to, layout='modelopt', maps=(), progress=None):
-    "Write an open folder or GGUF checkpoint, or a `Model`, to a safetensors folder; see `convert`"
-    if to not in FOLDER_KINDS: raise UnsupportedError(f'a safetensors folder cannot hold {to}; it can {", ".join(FOLDER_KINDS)} (for the types of GGUF let the name end in .gguf)')
-    maps = folder_maps(maps)
-    if not isinstance(checkpoint, Model) and 'config' not in checkpoint.metadata: checkpoint = gguf_model(checkpoint)
+    "Write an open folder, or a `Model`, to a safetensors folder; see `convert`"
+    pairs = folder_maps(maps)
     with tempfile.TemporaryDirectory() as scratch:
         if isinstance(checkpoint, Model):
             plain = to if to not in QUANTISED else 'BF16'
-            with understanding(f'{checkpoint.source.path}: its metadata' if checkpoint.source is not None else 'the metadata'):
-                if not 0 < checkpoint.trunk_layers <= len(checkpoint.parts): raise FormatError(f'the metadata says {checkpoint.trunk_layers} layers, and there are {len(checkpoint.parts)} tensors')
-                config, generation = hf_config(checkpoint.metadata, checkpoint.tied, {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32'}[plain]), None
-                parts = hf_parts(checkpoint)
-                files = write_hf_tokenizer(checkpoint.metadata, Path(scratch))
+            ids = {f'{word}_token_id': i for word in ('bos', 'eos') if (i := token_id(checkpoint.metadata, word)) is not None}
+            config, generation = hf_config(checkpoint.config, checkpoint.architecture, checkpoint.tied, {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32'}[plain], ids), None
+            parts = hf_parts(checkpoint)
+            files = write_hf_tokenizer(checkpoint.metadata, Path(scratch))
         else:
             parts, config, generation = unfused(checkpoint.tensors), checkpoint.metadata['config'], checkpoint.metadata.get('generation_config')
             home = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-            files = [home / name for name in SIDE_FILES if (home / name).exists()]
-        unused = [f'{pattern}={kind}' for pattern, kind in maps if not any(fnmatchcase(n, pattern) for n in parts)]
-        if unused: raise UnsupportedError(f'no tensor is called like {", ".join(unused)}')
-        kinds = {name: folder_kind(name, part.shape, to, maps) for name, part in parts.items()}
+            files = [home / name for name in SIDE_FILES if (home / name).is_file()]
+        need_matches(maps, parts, target)
+        kinds = {name: folder_kind(name, part.shape, to, pairs) for name, part in parts.items()}
+        notes = stay_as(pairs, parts, lambda name, wanted: kinds[name] if left_plain(name, parts[name].shape, wanted) else None)
         bits = {'F32': 32, 'BF16': 16, 'F16': 16, 'NVFP4': 4.5, 'MXFP4': 4.25}
         nbytes = {name: int(part.size * bits.get(kinds[name], 8) / 8) for name, part in parts.items()}
         need_room(target, sum(nbytes.values()))
@@ -749,25 +767,40 @@ def write_as_folder(checkpoint, target, to, layout='modelopt', maps=(), progress
             before = done
             if progress: progress(done, total, name)
         write_folder(target, {name: deferred(part, kinds[name], largest.get(name)) for name, part in parts.items()}, config, dialect=layout, generation_config=generation, files=files, progress=advance)
-    return Conversion(Path(target), [(name, part.shape, type_before(part), kinds[name], nbytes[name]) for name, part in parts.items()])
+    return Conversion(Path(target), [(name, part.shape, type_before(part), kinds[name], nbytes[name]) for name, part in parts.items()], notes=notes)
+
+# %% ../../nbs/models/06_convert.ipynb #58f3862d
+def is_file_name(target): return Path(target).suffix.lower() == '.gguf'
+
+def need_fit(target, file, to, layout=None, refit=False):
+    "UnsupportedError for a wish that a GGUF file (or, unless `file`, a folder) cannot hold, with what would fit"
+    name, target = str(to).upper(), Path(target).name
+    if file:
+        if layout is not None: raise UnsupportedError(f'--layout {layout} is how a safetensors folder stores its scales, and {target} is to be a GGUF file, which knows one way: leave it out, or give OUT a name that does not end in .gguf')
+        if name in FOLDER_KINDS and name not in RECIPES: raise UnsupportedError(f'a GGUF file cannot hold {name}; it can {", ".join(RECIPES)} (for {name} give OUT a name that does not end in .gguf, and it becomes a safetensors folder)')
+        return recipe(to)
+    if name not in FOLDER_KINDS: raise UnsupportedError(f'a safetensors folder cannot hold {to}; it can {", ".join(FOLDER_KINDS)}' + (f' (for {name} let OUT end in .gguf)' if name in RECIPES else ''))
+    if refit: raise UnsupportedError(f'--refit is for the K types of a GGUF file, and {target} is to be a safetensors folder')
+    if layout is not None and layout not in DIALECTS: raise UnsupportedError(f'no layout is called {layout!r}; there are {", ".join(DIALECTS)}')
+    held = DIALECTS[layout or 'modelopt']
+    if name in QUANTISED and name not in held: raise UnsupportedError(f'the layout {layout} holds {", ".join(held)} and plain numbers, not {name}: take --to {held[0]}, or --layout {next(d for d in DIALECTS if name in DIALECTS[d])}')
 
 # %% ../../nbs/models/06_convert.ipynb #6cd2f6ab
-def convert(source, target, to='Q4_K_M', maps=(), refit=False, *, layout='modelopt', progress=None) -> Conversion:
+def convert(source, target, to='Q4_K_M', maps=(), refit=False, *, layout=None, progress=None) -> Conversion:
     """Convert a checkpoint. source: a GGUF file, a Hugging Face folder, or any name that `model_store` knows; target: a path, `….gguf` for a GGUF file, else a new safetensors folder.
-    to: a recipe of `formats.quantize.RECIPES` for GGUF; 'NVFP4', 'MXFP4', 'FP8', 'FP8_CHANNEL', 'FP8_BLOCK', 'BF16', 'F16' or 'F32' for a folder; maps: ['pattern=TYPE', …], which go before the recipe (patterns of names as the target calls them);
-    refit: fit K types by Lloyd's iteration rather than by the search; layout: 'modelopt', 'compressed-tensors' or 'fp8', how a folder stores its scales; progress(bytes done, bytes in all, tensor name).
-    SparkinferError (or one of its kinds) says what cannot be; nothing is left behind then."""
+    to: a recipe of `formats.quantize.RECIPES` for GGUF; 'NVFP4', 'MXFP4', 'FP8', 'FP8_CHANNEL', 'FP8_BLOCK', 'BF16', 'F16' or 'F32' for a folder; maps: ['pattern=TYPE', …], which go before the recipe (patterns of names as the target calls them; vectors and
+    other small tensors stay as they are); refit: fit K types by Lloyd's iteration rather than by the search; layout: 'modelopt' (None), 'compressed-tensors' or 'fp8', how a folder stores its scales; progress(bytes done, bytes in all, tensor name).
+    SparkinferError (or one of its kinds) says what cannot be, for a source that `sparkinfer run` would refuse in the same words; nothing is left behind then."""
     target, began = Path(target), time.perf_counter()
-    if target.exists(): raise SparkinferError(f'{target} exists already; choose another name')
-    need_room(target, 0)
+    file = is_file_name(target)
+    need_fit(target, file, to, layout, refit)
+    read_maps(maps) if file else folder_maps(maps)
+    new_place(target)
     sweep(target)
-    if target.suffix == '.gguf':
-        pairs = read_maps(maps)
-        recipe(to)
-        model = open_model_parts(source)
-        with model.source, writing(target): done = write_as_gguf(model, target, to, pairs, refit, progress)
-    else:
-        if refit: raise UnsupportedError('refit is for the K types of a GGUF file, not for a folder')
-        with open_checkpoint(resolve(source)) as checkpoint, writing(target): done = write_as_folder(checkpoint, target, str(to).upper(), layout, maps, progress)
+    with open_checkpoint(resolve(source)) as checkpoint:
+        found, folder = checked(checkpoint), 'config' in checkpoint.metadata
+        with writing(target):
+            if file: done = write_as_gguf(folder_model(checkpoint, *found) if folder else gguf_model(checkpoint), target, to, maps, refit, progress)
+            else: done = write_as_folder(checkpoint if folder else gguf_model(checkpoint), target, str(to).upper(), layout or 'modelopt', maps, progress)
     done.seconds = time.perf_counter() - began
     return done

@@ -22,7 +22,7 @@ from ..formats.gguf import write_gguf
 from ..formats.nvfp4_fp8 import NVFP4_LARGEST
 from ..formats.quantize import SIMPLE_CODES, encode
 from ..formats.safetensors import Deferred, write_folder
-from .convert import FOLDER_KINDS, Conversion, Model, Part, counted, folder_kind, hf_config, hf_parts, need_room, write_as_folder, write_as_gguf, write_hf_tokenizer, writing
+from .convert import FOLDER_KINDS, Conversion, Model, Part, counted, folder_kind, hf_config, hf_parts, need_fit, need_room, new_place, write_as_folder, write_as_gguf, write_hf_tokenizer, writing
 from ..text.tokenizer import BYTE_TO_CHAR, CONTROL, NORMAL
 
 # %% ../../nbs/models/03_synthetic.ipynb #0a6b48e2
@@ -237,12 +237,15 @@ def synth(shape, out, format='gguf', layers=None, *, to=None, seed=0, progress=N
     to: a recipe of `formats.quantize` or a kind of `convert.FOLDER_KINDS` for all tensors (None: the usual mix; NVFP4 for a folder of a large shape, BF16 for a tiny one); progress(bytes done, bytes in all, tensor name).
     UnsupportedError for an unknown name, SparkinferError when `out` exists or the disk is too small."""
     s, out = shape_of(shape, layers), Path(out)
-    if out.exists(): raise SparkinferError(f'{out} exists already; choose another name')
     if format not in ('gguf', 'safetensors'): raise UnsupportedError(f"format is {format!r}, and can be 'gguf' or 'safetensors'")
+    if to is not None: need_fit(out, format == 'gguf', to)
+    new_place(out)
     model = Model(model_metadata(s, shape), {name: part_of(s, name, size, seed) for name, size in tensor_shapes(s).items()})
     with writing(out):
         if format == 'gguf': return write_as_gguf(model, out, to, progress=progress) if to else write_mix(s, model, out, seed, progress)
-        return write_as_folder(model, out, to or 'BF16', progress=progress) if to or s.tiny else write_bulk_folder(model, out, progress)
+        if to: return write_as_folder(model, out, to.upper(), progress=progress)
+        done = write_as_folder(model, out, 'BF16', progress=progress) if s.tiny else write_bulk_folder(model, out, progress)
+        return replace(done, notes=('the usual mix of a folder: ' + ('BF16, as a tiny shape has it' if s.tiny else 'NVFP4 for projections, BF16 and F32 for the rest'),))
 
 def write_mix(s, model, out, seed=0, progress=None):
     "A GGUF file in the usual mix of types: tiny values are encoded, large tensors come from the pool"
@@ -254,7 +257,7 @@ def write_mix(s, model, out, seed=0, progress=None):
         return lambda: pooled(types[name], sizes[name], seed)
     tensors = {name: (quant_type(types[name]), part.shape, pieces(name, part)) for name, part in model.parts.items()}
     write_gguf(out, model.metadata | {'general.file_type': 15, 'general.quantization_version': 2}, counted(tensors, sum(sizes.values()), progress))
-    return Conversion(out, [(name, part.shape, 'noise', types[name], sizes[name]) for name, part in model.parts.items()])
+    return Conversion(out, [(name, part.shape, 'noise', types[name], sizes[name]) for name, part in model.parts.items()], notes=('the usual mix of a GGUF file: Q4_K, with Q5_K, Q6_K, Q8_0 and F32 where published Q4_K_M files have them (--to gives one recipe)',))
 
 # %% ../../nbs/models/03_synthetic.ipynb #d3507056
 @lru_cache(None)
@@ -278,5 +281,5 @@ def write_bulk_folder(model, out, progress=None):
         rows.append((name, part.shape, 'noise', kind, int(part.size * {'NVFP4': 4.5, 'BF16': 16, 'F32': 32}[kind] / 8)))
     need_room(out, sum(row[4] for row in rows))
     with tempfile.TemporaryDirectory() as scratch:
-        write_folder(out, tensors, hf_config(model.metadata, model.tied), files=write_hf_tokenizer(model.metadata, Path(scratch)), progress=progress)
+        write_folder(out, tensors, hf_config(model.config, model.architecture, model.tied), files=write_hf_tokenizer(model.metadata, Path(scratch)), progress=progress)
     return Conversion(out, rows)

@@ -19,7 +19,7 @@ from ..errors import FormatError, UnsupportedError
 from ..formats.blocks import QUANT_TYPES
 from ..formats.gguf import Tensor
 from ..formats.safetensors import FolderTensor, split_rows
-from .config import ARCHITECTURES, KEYS_OF, text_part
+from .config import ARCHITECTURES, KEYS_OF, naming, text_part
 
 # %% ../../nbs/models/01_weights.ipynb #595465c7
 MODEL_TENSORS = {'embed': ('vocab_size', 'hidden_size'), 'final_norm': ('hidden_size',), 'head': ('vocab_size', 'hidden_size')}
@@ -260,7 +260,8 @@ class Weights:
     def from_checkpoint(cls, checkpoint, config):
         """Find every tensor that `config` needs in an open checkpoint, a GGUF file or a folder.
         Raises FormatError listing all tensors that are missing or misshapen, UnsupportedError listing tensors of a layer that nothing would compute."""
-        return find_weights(checkpoint, config)
+        if not (path := getattr(checkpoint, 'path', None)): return find_weights(checkpoint, config)
+        with naming(path): return find_weights(checkpoint, config)
 
     def __repr__(self):
         kinds = {}
@@ -324,7 +325,7 @@ def experts(self: Finder, layer, inner):
     if both is not None:
         if both.shape != (c.num_experts, 2 * c.expert_size, c.hidden_size): return both               # reported as misshapen
         return TensorStack(tuple(rows_of(matrix_of(both, e), half * c.expert_size, (half + 1) * c.expert_size) for e in range(c.num_experts)))
-    if not self.folder: return None
+    if not self.folder or c.num_experts > len(self.tensors): return None                            # the header's number is a stranger's
     members = [self.take(name) for name in self.expert_names(layer, inner)]
     if any(m is None for m in members): return None
     if odd := [m.name for m in members if m.shape != members[0].shape]: raise FormatError(f'{listed(odd)} differ in shape from {members[0].name}')
@@ -340,7 +341,7 @@ def expert_names(self: Finder, layer, inner):
 def missing(self: Finder, canonical):
     "The names under which a tensor that was not found could have been"
     name = self.name(canonical)
-    if not (self.folder and '.experts.' in name): return [name]
+    if not (self.folder and '.experts.' in name) or self.config.num_experts > len(self.tensors): return [name]
     layer, inner = canonical.rpartition('.')[0].rpartition('.')[0], '.'.join(canonical.rsplit('.', 2)[-2:])
     gone = [n for n in self.expert_names(layer, inner) if n not in self.tensors]
     return gone if len(gone) < self.config.num_experts else [name.replace('.experts.', '.experts.*.') + '.weight']

@@ -346,7 +346,19 @@ def _first_token(data):
             special = part['single'][0].get('SpecialToken')
             return special.get('id') if isinstance(special, dict) else None
 
-def _spelling(value): return value.get('content') if isinstance(value, dict) else value                  # tokens are written plainly or as objects
+def _ids_of(file, entries, key, count):
+    "The token ids under `key`, one or a list of them. FormatError for what is no token id"
+    said = entries.get(key)
+    for i in said if isinstance(said, list) else [] if said is None else [said]:
+        if type(i) is not int or not 0 <= i < count: raise FormatError(f'{file}: `{key}` must be a token id from 0 to {count - 1}, or a list of them; the file says {repr(said)[:60]}')
+        yield i
+
+def _spelling(path, entries, key):
+    "The token that tokenizer_config.json names, plainly or as an object, or None"
+    said = entries.get(key)
+    found = said.get('content') if isinstance(said, dict) else said
+    if not isinstance(found, str | None): raise FormatError(f'{path.parent}/tokenizer_config.json: `{key}` must be a token or an object with its `content`; the file says {repr(said)[:60]}')
+    return found
 
 # %% ../../nbs/text/00_tokenizer.ipynb #34c98b51
 @patch(cls_method=True)
@@ -358,26 +370,27 @@ def from_file(cls: Tokenizer,
     "Build the tokenizer that a Hugging Face `tokenizer.json` describes. Raises `FormatError` naming what is wrong with it, `UnsupportedError` for another kind than byte-level BPE, `ModelNotFound`."
     path = Path(path)
     data, names = _read_object(path), tokenizer_config or {}
-    configs = [c for c in (generation_config, config, (config or {}).get('text_config')) if isinstance(c, dict)]
+    configs = {'generation_config.json': generation_config, 'config.json': config, 'config.json: text_config': (config or {}).get('text_config')}
+    configs = {name: c for name, c in configs.items() if isinstance(c, dict)}
     model = data.get('model')
     if not isinstance(model, dict): raise FormatError(f"{path}: has no 'model'")
     if model.get('type', 'BPE') != 'BPE' or not any(part['type'] == 'ByteLevel' for key in ('pre_tokenizer', 'decoder') for part in _parts(data.get(key))):
         raise UnsupportedError(f"{path}: is a {model.get('type', 'BPE')!r} tokenizer; only byte-level BPE is supported")
     for key in ('truncation', 'padding'):
         if data.get(key): warnings.warn(f'{path}: its {key} is a setting of training and is ignored')
-    size = next((c['vocab_size'] for c in configs if type(c.get('vocab_size')) is int and 0 < c['vocab_size'] < 10_000_000), 0)
+    size = next((c['vocab_size'] for c in configs.values() if type(c.get('vocab_size')) is int and 0 < c['vocab_size'] < 10_000_000), 0)
     tokens, types = _vocabulary(path, data, size)
     if any(a.get(key) for a in data.get('added_tokens') or [] for key in ('lstrip', 'rstrip', 'single_word')): warnings.warn(f'{path}: some added tokens swallow the spaces around them, or stand as words only; here they are matched as spelled')
     backend, ids_of = _library_tokenizer(path, data, tokens, types), {token: i for i, token in enumerate(tokens)}
-    def ids(key): return [i for c in configs for i in (c[key] if isinstance(c.get(key), list) else [c.get(key)]) if type(i) is int]
-    bos, eos = (ids_of.get(token) if isinstance(token, str) else None for token in (_spelling(names.get('bos_token')) or _first_token(data), _spelling(names.get('eos_token'))))
+    def ids(key): return [i for name, c in configs.items() for i in _ids_of(path.parent / name, c, key, len(tokens))]
+    bos, eos = (ids_of.get(token) if isinstance(token, str) else None for token in (_spelling(path, names, 'bos_token') or _first_token(data), _spelling(path, names, 'eos_token')))
     ends = {*ids('eos_token_id'), *([] if eos is None else [eos]), *(i for token, i in ids_of.items() if token in END_TEXTS and (types[i] != NORMAL or _MARKUP.fullmatch(token)))}
     bos = next(iter(ids('bos_token_id')), None) if bos is None else bos
     eos = next(iter(ids('eos_token_id')), None) if eos is None else eos
     for i in ends | {bos} - {None}:
-        if not 0 <= i < len(tokens): raise FormatError(f'{path.parent}: token id {i} begins or ends a text, but the vocabulary has {len(tokens)} tokens')
         if types[i] in (NORMAL, USER_DEFINED) and _MARKUP.fullmatch(tokens[i]): types[i] = CONTROL
-    add_bos = names['add_bos_token'] if isinstance(names.get('add_bos_token'), bool) else _first_token(data) is not None
+    add_bos = _first_token(data) is not None if names.get('add_bos_token') is None else names['add_bos_token']
+    if not isinstance(add_bos, bool): raise FormatError(f'{path.parent}/tokenizer_config.json: `add_bos_token` must be true or false; the file says {repr(add_bos)[:60]}')
     return cls(backend, tokens, types, bos, eos, ends, add_bos, f'of {path.name}')
 
 @patch(cls_method=True)
