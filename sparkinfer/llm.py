@@ -159,8 +159,8 @@ class Progress:
         if event.depth: return
         if event.seconds is None: self.report(f'compiling kernels for this machine ({self.kernels} done)')
         if event.seconds is not None: self.kernels, self.compile_seconds = self.kernels + 1, self.compile_seconds + event.seconds
-        elif self.enabled and self.terminal: print(f'\r\x1b[Kcompiling for this machine, once ({self.kernels} done): {event.name}', end='', file=self.stream, flush=True)
-        elif self.enabled: self.say_once('compiling', 'compiling kernels for this machine; this happens once and takes up to a minute')
+        elif self.enabled and self.terminal: print(f'\r\x1b[Kcompiling for this machine, once a version ({self.kernels} done): {event.name}', end='', file=self.stream, flush=True)
+        elif self.enabled: self.say_once('compiling', 'compiling kernels for this machine; this happens once for each version of sparkinfer and takes up to a minute')
 
     def close(self):
         if self.bar is not None: self.bar.close()
