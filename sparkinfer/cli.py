@@ -7,8 +7,8 @@ __all__ = ['SAMPLING', 'model_option', 'CHAT_HELP', 'OneLine', 'explain', 'Comma
            'load_options', 'Numbers', 'read_prompt', 'peak_memory', 'shown_params', 'stats_text', 'completion_record',
            'run', 'show_answer', 'chat_command', 'read_line', 'chat', 'say', 'chat_greeting', 'ServeCommand', 'serve',
            'inspect', 'missing_files', 'inspect_record', 'written_bytes', 'interruptible', 'quantize', 'synth',
-           'shown_size', 'shown_path', 'pull', 'list_command', 'rm', 'warmup', 'bench', 'evaluate', 'eval_kl_command',
-           'eval_logits_command']
+           'shown_size', 'shown_path', 'pull', 'list_command', 'rm', 'warmup', 'BenchCommand', 'bench',
+           'bench_serving_command', 'evaluate', 'eval_kl_command', 'eval_logits_command']
 
 # %% ../nbs/11_cli.ipynb #7a084505
 import errno, json, os, sys, time
@@ -408,8 +408,15 @@ def warmup(model, **load):
     click.echo(f'{display.kernels} kernels compiled in {display.compile_seconds:.1f} s of {time.perf_counter() - began:.1f} s'
                + (f', peak memory {peak / 1e6:.0f} MB' if peak else '') + f'; kept in {shown_path(kernel_roots()[0])}')
 
+# %% ../nbs/11_cli.ipynb #ae3445de
+class BenchCommand(Command):
+    "`bench serving …` has options of its own, so it is a command of its own; every other first word is a model"
+    def make_context(self, info_name, args, parent=None, **extra):
+        if args[:1] == ['serving']: return bench_serving_command.make_context(f'{info_name} serving', args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
 # %% ../nbs/11_cli.ipynb #09183715
-@cli.command()
+@cli.command(cls=BenchCommand)
 @click.argument('model', default='smollm2')
 @click.option('--contexts', type=Numbers(), default='128,512,2048', show_default=True, help='Decode at these lengths of context.')
 @click.option('--prefill', type=Numbers(), default='512', show_default=True, help='Read prompts of these lengths.')
@@ -420,7 +427,7 @@ def warmup(model, **load):
 @click.option('--compare', is_flag=True, help='Take turns with llama.cpp (the wheel xllamacpp), flash attention on and off.')
 @click.option('--save', is_flag=True, help='Keep the record under data/results.')
 def bench(model, contexts, prefill, tokens, rounds, threads, runner, compare, save):
-    "Measure prefill and decode of MODEL, or with `formats` how fast each weight format is decoded; the last line is JSON."
+    "Measure prefill and decode of MODEL; with `formats` how fast each weight format is decoded; with `serving` many requests at once (see bench serving --help). The last line is JSON."
     if model == 'formats':
         from sparkinfer.measure.format_speed import bench_formats
         return bench_formats(rounds=rounds, save=save)
@@ -440,6 +447,32 @@ def bench(model, contexts, prefill, tokens, rounds, threads, runner, compare, sa
     finally: loaded.close()
     table = f'{parts.name}, {threads} threads; memory {limit}\n\n' + c.bench_table(rates, cost, limit) + (f'\n\n{c.comparison_table(lines)}' if lines else '') + '\n'
     speed.report('bench-compare' if compare else 'bench', table, record | dict(rates=[r.record(limit) for r in rates]), save)
+
+# %% ../nbs/11_cli.ipynb #805c463f
+@click.command('serving', cls=Command)
+@click.argument('model', default='smollm2')
+@click.option('--prompts', type=Numbers(), default='128,512,1024', show_default=True, help='Lengths of prompts, in tokens.')
+@click.option('--tokens', type=click.IntRange(2, 4096), default=128, show_default=True, help='Tokens of each answer.')
+@click.option('--requests', type=Numbers(), default='1,2,4,8,16,32', show_default=True, help='So many requests at once.')
+@click.option('--rounds', type=click.IntRange(1, 1000), default=3, show_default=True)
+@click.option('--prefix', type=click.IntRange(0), default=1000, show_default=True, help='Length of a prefix that repeats: first token cold against warm; 0 for none.')
+@click.option('--threads', type=click.IntRange(1, 1024), help='[default: all cores]')
+@click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec']), default='auto', show_default=True, help='cpu-file: weights stay in the mapped file.')
+@click.option('--http', is_flag=True, help='Through the HTTP server, from a client process; otherwise the engine is asked directly.')
+@click.option('--compare', is_flag=True, help="Take turns with llama.cpp's server (the wheel xllamacpp), over HTTP.")
+@click.option('--save', is_flag=True, help='Keep the record under data/results.')
+def bench_serving_command(model, prompts, tokens, requests, threads, prefix, **options):
+    "Measure MODEL under load: tok/s, time to the first token and between tokens, memory, at several numbers of requests at once. The last line is JSON."
+    from sparkinfer.llm import open_model
+    from sparkinfer.measure.serving import bench_serving
+    from sparkinfer.measure.speed import cpu_count
+    if not prompts or not requests: raise click.UsageError('nothing to measure: --prompts or --requests is empty')
+    parts = open_model(model)
+    path, vocab, most = parts.path, parts.config.vocab_size, parts.config.context_length
+    parts.checkpoint.close()
+    needed = max(max(prompts) + tokens, prefix + 32 if prefix else 0)
+    if needed > most: raise RequestError(f'{parts.name} was trained for {most:,} tokens; these settings need {needed:,}')
+    bench_serving(path, vocab, prompts, tokens, requests, threads=threads or cpu_count(), prefix=prefix, say=lambda text: click.echo(text, err=True), **options)
 
 # %% ../nbs/11_cli.ipynb #4ce20bc7
 @cli.group('eval')
