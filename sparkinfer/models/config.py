@@ -434,7 +434,7 @@ def hf_layer_kinds(keys, family, num_layers):
     kinds = keys.get('layer_types')
     if kinds is None: return every(keys.optional('full_attention_interval', count, 4), num_layers) if family.hybrid else ('attention',) * num_layers
     names = {'full_attention': 'attention'} | ({'linear_attention': 'delta'} if family.hybrid else {})
-    odd = [kind for kind in kinds if kind not in names] if isinstance(kinds, list) else [kinds]
+    odd = [kind for kind in kinds if not isinstance(kind, str) or kind not in names] if isinstance(kinds, list) else [kinds]
     if odd: raise UnsupportedError(f'config.json: layer_types has {shown(odd[0])}, which the {keys.architecture} family is not computed with')
     return tuple(names[kind] for kind in kinds)
 
