@@ -4,24 +4,24 @@
 
 # %% auto #0
 __all__ = ['PLAN', 'LAYER', 'ATTENTION', 'DELTA', 'DENSE', 'MOE', 'NUM_LAYERS', 'HIDDEN', 'VOCAB', 'HEADS', 'KV_HEADS',
-           'HEAD_DIM', 'Q_ROWS', 'ROPE_DIM', 'GATED', 'CONTEXT_CHUNKS', 'SLOT_STRIDE', 'HEAD_STRIDE', 'KEY_HEADS',
-           'VALUE_HEADS', 'KEY_DIM', 'VALUE_DIM', 'TAPS', 'TILED', 'CONV_STRIDE', 'STATE_STRIDE', 'EXPERTS',
-           'EXPERTS_USED', 'EXPERT_SIZE', 'NORMALISE', 'EMBED', 'EMBED_KIND', 'HEAD', 'HEAD_KIND', 'FINAL_NORM',
-           'ROPE_TABLE', 'X', 'MIXED', 'CONVOLVED', 'PARTIALS', 'FFN_RECORD', 'FFN_RECORD_STRIDE', 'RECORD',
-           'RECORD_STRIDE', 'GATE', 'UP', 'Y', 'LOGITS', 'ROUTES', 'IDS', 'WEIGHTS', 'OFFSETS', 'ORDER',
-           'EXPERT_RECORD', 'EXPERT_GATE', 'EXPERT_UP', 'EXPERT_Y', 'SCRATCH', 'SCRATCH_STRIDE', 'L_KIND', 'L_FFN_KIND',
-           'L_ATTN_NORM', 'L_FFN_NORM', 'L_Q', 'L_Q_KIND', 'L_K', 'L_K_KIND', 'L_V', 'L_V_KIND', 'L_O', 'L_O_KIND',
-           'L_Q_NORM', 'L_K_NORM', 'L_KEYS', 'L_VALUES', 'L_QKV', 'L_QKV_KIND', 'L_Z', 'L_Z_KIND', 'L_A', 'L_A_KIND',
-           'L_B', 'L_B_KIND', 'L_OUT', 'L_OUT_KIND', 'L_CONV', 'L_DECAY', 'L_DT', 'L_NORM', 'L_CONV_STATE', 'L_STATE',
-           'L_FFN', 'L_GATE', 'L_GATE_KIND', 'L_UP', 'L_UP_KIND', 'L_DOWN', 'L_DOWN_KIND', 'L_ROUTER', 'L_ROUTER_KIND',
-           'L_SHARED_ROUTER', 'L_EXPERT_GATE', 'L_EXPERT_GATE_KIND', 'L_EXPERT_UP', 'L_EXPERT_UP_KIND', 'L_EXPERT_DOWN',
-           'L_EXPERT_DOWN_KIND', 'RUN', 'DELTA_CHUNK', 'share', 'tiles_of', 'attention_row', 'attention_rows',
-           'delta_rows', 'delta_row', 'dense_row', 'dense_rows', 'moe_row', 'moe_rows']
+           'HEAD_DIM', 'Q_ROWS', 'ROPE_DIM', 'GATED', 'CONTEXT_CHUNKS', 'TABLES', 'TABLE_STRIDE', 'PAGE_STRIDE',
+           'HEAD_PAGE', 'KEY_HEADS', 'VALUE_HEADS', 'KEY_DIM', 'VALUE_DIM', 'TAPS', 'TILED', 'CONV_STRIDE',
+           'STATE_STRIDE', 'EXPERTS', 'EXPERTS_USED', 'EXPERT_SIZE', 'NORMALISE', 'EMBED', 'EMBED_KIND', 'HEAD',
+           'HEAD_KIND', 'FINAL_NORM', 'ROPE_TABLE', 'X', 'MIXED', 'CONVOLVED', 'PARTIALS', 'FFN_RECORD',
+           'FFN_RECORD_STRIDE', 'RECORD', 'RECORD_STRIDE', 'GATE', 'UP', 'Y', 'LOGITS', 'ROUTES', 'IDS', 'WEIGHTS',
+           'OFFSETS', 'ORDER', 'EXPERT_RECORD', 'EXPERT_GATE', 'EXPERT_UP', 'EXPERT_Y', 'SCRATCH', 'SCRATCH_STRIDE',
+           'L_KIND', 'L_FFN_KIND', 'L_ATTN_NORM', 'L_FFN_NORM', 'L_Q', 'L_Q_KIND', 'L_K', 'L_K_KIND', 'L_V', 'L_V_KIND',
+           'L_O', 'L_O_KIND', 'L_Q_NORM', 'L_K_NORM', 'L_PAGES', 'L_QKV', 'L_QKV_KIND', 'L_Z', 'L_Z_KIND', 'L_A',
+           'L_A_KIND', 'L_B', 'L_B_KIND', 'L_OUT', 'L_OUT_KIND', 'L_CONV', 'L_DECAY', 'L_DT', 'L_NORM', 'L_CONV_STATE',
+           'L_STATE', 'L_FFN', 'L_GATE', 'L_GATE_KIND', 'L_UP', 'L_UP_KIND', 'L_DOWN', 'L_DOWN_KIND', 'L_ROUTER',
+           'L_ROUTER_KIND', 'L_SHARED_ROUTER', 'L_EXPERT_GATE', 'L_EXPERT_GATE_KIND', 'L_EXPERT_UP', 'L_EXPERT_UP_KIND',
+           'L_EXPERT_DOWN', 'L_EXPERT_DOWN_KIND', 'RUN', 'DELTA_CHUNK', 'share', 'tiles_of', 'attention_row',
+           'attention_rows', 'delta_rows', 'delta_row', 'dense_row', 'dense_rows', 'moe_row', 'moe_rows']
 
 # %% ../../nbs/models/04_cpu_layers.ipynb #138b484c
 import numpy as np
 from ..jit import jit
-from ..ops.attention import CHUNK, PARTIAL_HEADER, attend_chunk, element_bytes, merge, merge_finish, merge_reset, write_key, write_value
+from ..ops.attention import CHUNK, PAGE, PARTIAL_HEADER, ATTEND_SCRATCH, attend_chunk, merge, merge_finish, merge_reset, page_at, write_key, write_value
 from ..ops.gated_deltanet import causal_conv, delta_chunk, delta_gates, delta_step, dot, gated_rms_norm, l2_normalize
 from ..ops.linear import matmul, matvec, quantize_activation, tile_stride
 from ..ops.moe_routing import group_rows, route
@@ -32,14 +32,14 @@ from ..ops.thread_team import barrier
 _f = np.float32
 
 # %% ../../nbs/models/04_cpu_layers.ipynb #a4e15819
-PLAN = ('num_layers hidden vocab heads kv_heads head_dim q_rows rope_dim gated context_chunks slot_stride head_stride '       # attention
+PLAN = ('num_layers hidden vocab heads kv_heads head_dim q_rows rope_dim gated context_chunks tables table_stride page_stride head_page '       # attention
         'key_heads value_heads key_dim value_dim taps tiled conv_stride state_stride '                                        # Gated DeltaNet
         'experts experts_used expert_size normalise '                                                                        # mixture of experts
         'embed embed_kind head head_kind final_norm rope_table '                                                             # weights of the whole model
         'x mixed convolved partials ffn_record ffn_record_stride record record_stride gate up y logits '                     # buffers that the threads share
         'routes ids weights offsets order expert_record expert_gate expert_up expert_y '
         'scratch scratch_stride').split()                                                                                    # a stretch for each thread
-LAYER = ('kind ffn_kind attn_norm ffn_norm q q_kind k k_kind v v_kind o o_kind q_norm k_norm keys values '
+LAYER = ('kind ffn_kind attn_norm ffn_norm q q_kind k k_kind v v_kind o o_kind q_norm k_norm pages '
          'qkv qkv_kind z z_kind a a_kind b b_kind out out_kind conv decay dt norm conv_state state '
          'ffn gate gate_kind up up_kind down down_kind '                                                                     # dense, or the shared expert
          'router router_kind shared_router expert_gate expert_gate_kind expert_up expert_up_kind expert_down expert_down_kind').split()
@@ -47,14 +47,14 @@ ATTENTION, DELTA = 0, 1
 DENSE, MOE = 0, 1
 
 # %% ../../nbs/models/04_cpu_layers.ipynb #95c5275a
-(NUM_LAYERS, HIDDEN, VOCAB, HEADS, KV_HEADS, HEAD_DIM, Q_ROWS, ROPE_DIM, GATED, CONTEXT_CHUNKS, SLOT_STRIDE, HEAD_STRIDE,
+(NUM_LAYERS, HIDDEN, VOCAB, HEADS, KV_HEADS, HEAD_DIM, Q_ROWS, ROPE_DIM, GATED, CONTEXT_CHUNKS, TABLES, TABLE_STRIDE, PAGE_STRIDE, HEAD_PAGE,
  KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS, TILED, CONV_STRIDE, STATE_STRIDE,
  EXPERTS, EXPERTS_USED, EXPERT_SIZE, NORMALISE,
  EMBED, EMBED_KIND, HEAD, HEAD_KIND, FINAL_NORM, ROPE_TABLE,
  X, MIXED, CONVOLVED, PARTIALS, FFN_RECORD, FFN_RECORD_STRIDE, RECORD, RECORD_STRIDE, GATE, UP, Y, LOGITS,
  ROUTES, IDS, WEIGHTS, OFFSETS, ORDER, EXPERT_RECORD, EXPERT_GATE, EXPERT_UP, EXPERT_Y,
  SCRATCH, SCRATCH_STRIDE) = range(len(PLAN))
-(L_KIND, L_FFN_KIND, L_ATTN_NORM, L_FFN_NORM, L_Q, L_Q_KIND, L_K, L_K_KIND, L_V, L_V_KIND, L_O, L_O_KIND, L_Q_NORM, L_K_NORM, L_KEYS, L_VALUES,
+(L_KIND, L_FFN_KIND, L_ATTN_NORM, L_FFN_NORM, L_Q, L_Q_KIND, L_K, L_K_KIND, L_V, L_V_KIND, L_O, L_O_KIND, L_Q_NORM, L_K_NORM, L_PAGES,
  L_QKV, L_QKV_KIND, L_Z, L_Z_KIND, L_A, L_A_KIND, L_B, L_B_KIND, L_OUT, L_OUT_KIND, L_CONV, L_DECAY, L_DT, L_NORM, L_CONV_STATE, L_STATE,
  L_FFN, L_GATE, L_GATE_KIND, L_UP, L_UP_KIND, L_DOWN, L_DOWN_KIND,
  L_ROUTER, L_ROUTER_KIND, L_SHARED_ROUTER, L_EXPERT_GATE, L_EXPERT_GATE_KIND, L_EXPERT_UP, L_EXPERT_UP_KIND, L_EXPERT_DOWN, L_EXPERT_DOWN_KIND) = range(len(LAYER))
@@ -120,23 +120,30 @@ def _partial_bytes(plan): return PARTIAL_HEADER + 4 * plan[HEAD_DIM]
 
 # %% ../../nbs/models/04_cpu_layers.ipynb #8bc026b8
 @jit
+def _table(plan, slot): return plan[TABLES] + slot * plan[TABLE_STRIDE]
+
+@jit
+def _cache(plan, layer, tag, position, slot, g, key, value):
+    "Key and value of head g (float32 each, at `key` and `value`) to the position's place in its page"
+    page = page_at(layer[L_PAGES] + g * plan[HEAD_PAGE], _table(plan, slot), position // PAGE, plan[PAGE_STRIDE])
+    write_key(tag, page, position % PAGE, plan[HEAD_DIM], key)
+    write_value(tag, page, position % PAGE, plan[HEAD_DIM], value)
+
+@jit
 def _attend_items(thread, n, plan, layer, eps, tag, position, slot, mine):
     D, group, chunks = plan[HEAD_DIM], plan[HEADS] // plan[KV_HEADS], position // CHUNK + 1
     q_rows, kv_rows = plan[Q_ROWS], plan[KV_HEADS] * D
     turned, key, scores = mine, mine + 4 * group * D, mine + 4 * (group + 1) * D
-    scale, size, chunk_bytes = _f(1) / _f(np.sqrt(_f(D))), _partial_bytes(plan), CHUNK * D * element_bytes(tag)
+    scale, size, table = _f(1) / _f(np.sqrt(_f(D))), _partial_bytes(plan), _table(plan, slot)
     begin, end = share(plan[KV_HEADS] * chunks, thread, n)
     for item in range(begin, end):
         g, chunk = item // chunks, item % chunks
         if item == begin or chunk == 0:
             for h in range(group): _turned(plan, _query(plan, plan[MIXED], g * group + h), layer[L_Q_NORM], position, eps, turned + 4 * D * h)
-        at = slot * plan[SLOT_STRIDE] + g * plan[HEAD_STRIDE]
-        keys, values = layer[L_KEYS] + at, layer[L_VALUES] + at
         if chunk == chunks - 1:
             _turned(plan, plan[MIXED] + 4 * (q_rows + D * g), layer[L_K_NORM], position, eps, key)
-            write_key(tag, keys, position, D, key)
-            write_value(tag, values, position, D, plan[MIXED] + 4 * (q_rows + kv_rows + D * g))
-        attend_chunk(tag, turned, group, keys + chunk * chunk_bytes, values + chunk * chunk_bytes, min(CHUNK, position + 1 - chunk * CHUNK), D, scale, scores,
+            _cache(plan, layer, tag, position, slot, g, key, plan[MIXED] + 4 * (q_rows + kv_rows + D * g))
+        attend_chunk(tag, turned, group, layer[L_PAGES] + g * plan[HEAD_PAGE], table + 4 * (CHUNK // PAGE) * chunk, plan[PAGE_STRIDE], position + 1 - chunk * CHUNK, D, scale, scores,
                      plan[PARTIALS] + (chunk * plan[HEADS] + g * group) * size, size)
 
 @jit
@@ -181,16 +188,15 @@ RUN = 8                                        # rows of one sequence that share
 
 @jit
 def _cache_rows(plan, layer, eps, tag, positions, slots, begin, end):
-    "Norm and turn q and k of these rows in place; put k and v into the cache"
+    "Norm and turn q and k of these rows in place; put k and v into their pages"
     D, heads, kv_heads = plan[HEAD_DIM], plan[HEADS], plan[KV_HEADS]
     for row in range(begin, end):
         y, position = plan[MIXED] + 4 * _attention_width(plan) * row, positions[row]
         for h in range(heads): _turned(plan, _query(plan, y, h), layer[L_Q_NORM], position, eps, _query(plan, y, h))
         for g in range(kv_heads):
-            key, at = y + 4 * (plan[Q_ROWS] + D * g), slots[row] * plan[SLOT_STRIDE] + g * plan[HEAD_STRIDE]
+            key = y + 4 * (plan[Q_ROWS] + D * g)
             _turned(plan, key, layer[L_K_NORM], position, eps, key)
-            write_key(tag, layer[L_KEYS] + at, position, D, key)
-            write_value(tag, layer[L_VALUES] + at, position, D, key + 4 * D * kv_heads)
+            _cache(plan, layer, tag, position, slots[row], g, key, key + 4 * D * kv_heads)
 
 # %% ../../nbs/models/04_cpu_layers.ipynb #ca8b9e31
 @jit
@@ -209,17 +215,16 @@ def _attend_run(plan, layer, tag, first, count, position, slot, mine):
     size, scale = _partial_bytes(plan), _f(1) / _f(np.sqrt(_f(D)))
     states, partial = mine, mine + RUN * group * size
     queries = partial + group * size
-    scores, last, chunk_bytes = queries + 4 * RUN * group * D, position + count - 1, CHUNK * D * element_bytes(tag)
+    scores, last, table = queries + 4 * RUN * group * D, position + count - 1, _table(plan, slot)
     for g in range(kv_heads):
-        at = slot * plan[SLOT_STRIDE] + g * plan[HEAD_STRIDE]
         _gather_queries(plan, first, count, g, queries)
         for s in range(count * group): merge_reset(states + s * size, D)
         for chunk in range(last // CHUNK + 1):
-            k, v = layer[L_KEYS] + at + chunk * chunk_bytes, layer[L_VALUES] + at + chunk * chunk_bytes
             for r in range(count):
-                visible = min(CHUNK, position + r + 1 - chunk * CHUNK)
+                visible = position + r + 1 - chunk * CHUNK
                 if visible <= 0: continue
-                attend_chunk(tag, queries + 4 * D * r * group, group, k, v, visible, D, scale, scores, partial, size)
+                attend_chunk(tag, queries + 4 * D * r * group, group, layer[L_PAGES] + g * plan[HEAD_PAGE], table + 4 * (CHUNK // PAGE) * chunk, plan[PAGE_STRIDE], visible, D, scale,
+                             scores, partial, size)
                 for h in range(group): merge(states + (r * group + h) * size, partial + h * size, D)
         for r in range(count):
             for h in range(group):

@@ -19,9 +19,9 @@ from ..jit import jit
 from .cpu_layers import *
 from .cpu_layers import _normed
 from ..formats.blocks import QUANT_TYPES
-from .forward import StepResult, check_batch, model_frequencies
+from .forward import StepResult, check_batch, check_bytes, check_length, check_number, make_tables, model_frequencies, sample_rows
 from .weights import RowGather, ScaledTensor, TensorStack
-from ..ops.attention import CHUNK, KV_F16, KV_F32, PARTIAL_HEADER
+from ..ops.attention import ATTEND_SCRATCH, CHUNK, KV_TYPES, PARTIAL_HEADER, head_page_bytes
 from ..ops.gated_deltanet import delta_scratch_bytes
 from ..ops.file_rows import row_kind
 from ..ops.linear import SCRATCH_PER_BLOCK, TILE_F32, activation_bytes, matmul, matvec, open_door, pack, read_row, tile_bytes, tile_kind, tile_rows
@@ -166,7 +166,7 @@ def buffer_sizes(config, max_rows, context_chunks, num_threads):
     group, partial = c.num_heads // c.num_kv_heads, PARTIAL_HEADER + 4 * D
     record, ffn_record = activation_bytes(max(c.hidden_size, w['answer'])), activation_bytes(max(w['dense'], c.expert_size))
     unpack = SCRATCH_PER_BLOCK * max(c.hidden_size, w['answer'], w['dense'], c.expert_size) // 32
-    attend = (RUN + 1) * group * partial + 12 * CHUNK + 4 * (RUN + 1) * (group + 1) * D
+    attend = (RUN + 1) * group * partial + ATTEND_SCRATCH + 4 * (RUN + 1) * (group + 1) * D
     delta = 8 * DELTA_CHUNK + delta_scratch_bytes(DELTA_CHUNK, c.delta_key_dim, c.delta_value_dim) if 'delta' in c.layer_kinds else 0
     scratch = _lines(max(unpack, record + max(attend, 4 * D * (c.num_heads + 1), delta, 128 + 8 * c.experts_per_token + route_scratch_bytes(c.experts_per_token)))) + 4096
     sizes = dict(x=4 * c.hidden_size * max_rows, mixed=4 * w['mixed'] * max_rows, convolved=4 * w['convolved'] * max_rows, partials=c.num_heads * context_chunks * partial,
@@ -196,21 +196,22 @@ def default_threads():
 class CpuRunner:
     "The Numba runner: quantised weights in 8-row tiles, one compiled function a step, a team of threads. A `Runner`"
     def __init__(self, num_threads=None, kv_type='f16', max_rows=256, weights='auto', room=None):
-        """kv_type: 'f16' or 'f32'; max_rows: batch rows computed at a time, more are cut in pieces;
+        """kv_type: 'f32', 'f16', 'bf16' or 'int8'; max_rows: batch rows computed at a time, more are cut in pieces;
         weights: 'repack' copies them into tiles, 'file' uses the memory-mapped file as it is where a kernel can, 'auto' repacks what fits
         into `room` bytes of memory (None: everything fits)"""
-        if kv_type not in ('f16', 'f32'): raise SparkinferError(f"kv_type is {kv_type!r}; use 'f16' or 'f32'")
+        if kv_type not in KV_TYPES: raise SparkinferError(f"kv_type is {kv_type!r}; use {', '.join(map(repr, KV_TYPES))}")
         if weights not in ('auto', 'repack', 'file'): raise SparkinferError(f"weights is {weights!r}; use 'auto', 'repack' or 'file'")
         self.num_threads, self.kv_type, self.max_rows = num_threads or default_threads(), kv_type, (max_rows + 3) // 4 * 4
-        self.kv_tag, self.config, self.placement, self.room = KV_F16 if kv_type == 'f16' else KV_F32, None, weights, room
+        self.kv_tag, self.config, self.placement, self.room = KV_TYPES[kv_type], None, weights, room
         self.team, self.pace = ThreadTeam(self.num_threads), Pace(self.num_threads)
 
-    def load(self, weights, max_context=None, num_slots=1, progress=None):
+    def load(self, weights, max_context=None, num_slots=1, progress=None, num_pages=None):
         "Repack `weights` and make room; see `Runner.load`. The file's pages are released as they are repacked"
         self.config = config = weights.config
         check_shape(config)
         self.max_context, self.num_slots = max_context or config.context_length, num_slots
         self.lengths = np.zeros(num_slots, np.int64)
+        self.block_tables, self.num_pages = make_tables(num_slots, self.max_context, num_pages)
         self.plan, self.layers = np.zeros(len(PLAN), np.int64), np.zeros((config.num_layers, len(LAYER)), np.int64)
         self.memory, self.packed_nbytes = [], 0
         self.hybrid = config.num_experts > 0 or 'delta' in config.layer_kinds
@@ -226,7 +227,7 @@ class CpuRunner:
 
     def close(self):
         self.team.close()
-        self.memory, self.plan, self.layers = [], None, None
+        self.memory, self.plan, self.layers, self.pages, self.states = [], None, None, None, None
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #175711fd
 from fastcore.basics import patch
@@ -258,22 +259,52 @@ def _place_buffers(self: CpuRunner):
 def _place_state(self: CpuRunner):
     c, plan, layers, slots = self.config, self.plan, self.layers, self.num_slots
     full, recurrent = ([i for i, kind in enumerate(c.layer_kinds) if kind == which] for which in ('attention', 'delta'))
-    head_stride = self.chunks * CHUNK * c.head_dim * (2 if self.kv_type == 'f16' else 4)
-    cache = slots * c.num_kv_heads * head_stride
-    caches = lazy_zeros(2 * len(full) * cache)
-    for n, i in enumerate(full):
-        layers[i, L_KEYS] = caches.ctypes.data + 2 * n * cache
-        layers[i, L_VALUES] = layers[i, L_KEYS] + cache
-    plan[HEAD_STRIDE], plan[SLOT_STRIDE] = head_stride, c.num_kv_heads * head_stride
+    head_page = head_page_bytes(self.kv_tag, c.head_dim)
+    self.page_bytes = len(full) * c.num_kv_heads * head_page
+    self.pages = lazy_zeros(self.num_pages * self.page_bytes).reshape(self.num_pages, self.page_bytes)
+    for n, i in enumerate(full): layers[i, L_PAGES] = self.pages.ctypes.data + n * c.num_kv_heads * head_page
+    plan[PAGE_STRIDE], plan[HEAD_PAGE], plan[TABLES], plan[TABLE_STRIDE] = self.page_bytes, head_page, self.block_tables.ctypes.data, self.block_tables.strides[0]
     window = _lines(4 * max(c.delta_conv - 1, 0) * widths(c)['convolved'])
     state = 4 * c.delta_value_heads * c.delta_key_dim * c.delta_value_dim
-    states = aligned_zeros(len(recurrent) * slots * (window + state))
+    self.state_bytes = len(recurrent) * (window + state)
+    self.states = aligned_zeros(slots * self.state_bytes).reshape(slots, self.state_bytes)
     for n, i in enumerate(recurrent):
-        layers[i, L_STATE] = states.ctypes.data + n * slots * (window + state)
-        layers[i, L_CONV_STATE] = layers[i, L_STATE] + slots * state
+        layers[i, L_STATE] = self.states.ctypes.data + n * (window + state)
+        layers[i, L_CONV_STATE] = layers[i, L_STATE] + state
         layers[i, L_KIND] = DELTA
-    plan[STATE_STRIDE], plan[CONV_STRIDE] = state, window
-    self.memory += [caches, states]
+    plan[STATE_STRIDE] = plan[CONV_STRIDE] = self.state_bytes
+    self.memory += [self.pages, self.states, self.block_tables]
+
+# %% ../../nbs/models/04_cpu_runner.ipynb #5cc282e4
+@patch
+def set_length(self: CpuRunner, slot, length):
+    check_length(slot, length, self)
+    self.lengths[slot] = length
+
+def _copy(memory, source, target, what):
+    for number in (source, target): check_number(number, len(memory), what)
+    memory[target] = memory[source]
+
+def _read(memory, number, what):
+    check_number(number, len(memory), what)
+    return memory[number].copy()
+
+def _write(memory, number, data, what):
+    check_number(number, len(memory), what)
+    memory[number] = check_bytes(data, memory.shape[1])
+
+@patch
+def copy_page(self: CpuRunner, source, target): _copy(self.pages, source, target, 'page')
+@patch
+def read_page(self: CpuRunner, page): return _read(self.pages, page, 'page')
+@patch
+def write_page(self: CpuRunner, page, data): _write(self.pages, page, data, 'page')
+@patch
+def copy_state(self: CpuRunner, source, target): _copy(self.states, source, target, 'slot')
+@patch
+def read_state(self: CpuRunner, slot): return _read(self.states, slot, 'slot')
+@patch
+def write_state(self: CpuRunner, slot, data): _write(self.states, slot, data, 'slot')
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #7abf6b3a
 MATRICES = {'attention': {'attn.q': 'q', 'attn.k': 'k', 'attn.v': 'v', 'attn.o': 'o'},
@@ -431,12 +462,10 @@ def resident_bytes(weights, room=None):
 @patch
 def submit(self: CpuRunner, batch, sampling=None):
     "Compute a step; see `Runner.submit`"
-    check_batch(batch, self.config, self.lengths, self.max_context)
+    check_batch(batch, self.config, self.lengths, self.max_context, tables=self.block_tables, num_pages=self.num_pages)
     logits = self._decode(batch) if len(batch) == 1 else self._batch(batch)
     if sampling is None: return StepResult(logits=logits.copy())              # the next step writes over this one's
-    drawn = [sample(row, spec) for row, spec in zip(logits, sampling, strict=True)]
-    return StepResult(np.array([d.token for d in drawn], np.int32), np.array([d.logprob for d in drawn], np.float32), None,
-                      tuple((d.top_ids, d.top_logprobs) for d in drawn))
+    return sample_rows(logits, sampling, sample)
 
 @patch
 def collect(self: CpuRunner, handle): return handle
@@ -459,14 +488,15 @@ ONE_SPAN = np.array([[0, 1]])
 @patch
 def _batch(self: CpuRunner, batch):
     "Many rows, `max_rows` at a time -> logits (outputs, vocab)"
-    wanted, logits = batch.output_rows, np.empty((len(batch.output_rows), self.config.vocab_size), np.float32)
+    wanted, places = np.unique(batch.output_rows, return_inverse=True)          # a row that is asked for several times is computed once
+    logits = np.empty((len(wanted), self.config.vocab_size), np.float32)
     for start in range(0, len(batch), self.max_rows):
         tokens, positions, slots = (a[start:start + self.max_rows].astype(np.int64) for a in (batch.tokens, batch.positions, batch.slots))
         if self.embed is not None: self._embed(tokens)
         self.team.run(batch_step_hybrid if self.hybrid else batch_step, self.plan, self.layers, self.eps, self.kv_tag, tokens, positions, slots, runs_of(slots), runs_of(slots, len(slots)))
         inside = np.flatnonzero((wanted >= start) & (wanted < start + len(tokens)))
         if len(inside): logits[inside] = self._head(wanted[inside] - start)
-    return logits
+    return logits if np.array_equal(places, np.arange(len(wanted))) else logits[places]
 
 def runs_of(slots, most=RUN):
     "Cut a batch in runs of at most `most` rows of one slot. -> int64 (runs, 2): first row, rows"
