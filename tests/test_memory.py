@@ -13,7 +13,8 @@ from sparkinfer.errors import FormatError, UnsupportedError
 from sparkinfer.memory.host_spill import HostSpill
 from sparkinfer.memory.model_memory import ModelMemory
 from sparkinfer.models.forward import Batch
-from sparkinfer.models.toy_runner import PAGE, ToyRunner
+from sparkinfer.models.toy_runner import ToyRunner
+from sparkinfer.ops.attention import PAGE
 
 CONTEXT, VOCAB = 96, 32
 rng = np.random.default_rng(0)
@@ -90,7 +91,9 @@ class Machine(RuleBasedStateMachine):
             if len(text) + 4 > self.memory.capacity: return
             sequence = Sequence(self.memory, text, [len(text) - 5])
             if sequence.lease is None: return
+            self.running.append(sequence)
             while len(sequence.tokens) < len(text) + 4 and sequence.step(chunk): pass
+            self.running.remove(sequence)
             sequence.close()
             text = sequence.tokens[:-1]
 
@@ -124,6 +127,7 @@ class Machine(RuleBasedStateMachine):
         copy.memory, copy.recurrent, copy.lease = self.memory, parent.recurrent, child
         copy.tokens = parent.tokens[:child.length] + [data.draw(st.integers(0, VOCAB - 1))]
         self.running.append(copy)
+        if child.length < self.memory.capacity: copy.step(1)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), publish=st.booleans())

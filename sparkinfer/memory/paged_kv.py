@@ -8,7 +8,7 @@ __all__ = ['OutOfPages', 'pages_for', 'PagedKV']
 # %% ../../nbs/memory/00_paged_kv.ipynb #d1a445a0
 from array import array
 from ..errors import SparkinferError
-from ..models.toy_runner import PAGE
+from ..ops.attention import PAGE
 
 # %% ../../nbs/memory/00_paged_kv.ipynb #18990b6c
 class OutOfPages(SparkinferError):
