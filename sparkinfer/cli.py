@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['SAMPLING', 'model_option', 'CHAT_HELP', 'OneLine', 'explain', 'Command', 'Group', 'cli', 'main', 'sampling_options',
            'load_options', 'Numbers', 'read_prompt', 'peak_memory', 'shown_params', 'stats_text', 'completion_record',
-           'run', 'show_answer', 'chat_command', 'read_line', 'chat', 'say', 'chat_greeting', 'ServeCommand', 'serve',
-           'inspect', 'missing_files', 'inspect_record', 'written_bytes', 'interruptible', 'quantize', 'synth',
-           'shown_size', 'shown_path', 'pull', 'list_command', 'rm', 'warmup', 'BenchCommand', 'bench',
-           'bench_serving_command', 'evaluate', 'eval_kl_command', 'eval_logits_command']
+           'run', 'show_answer', 'chat_command', 'read_line', 'chat', 'say', 'chat_greeting', 'setting_option',
+           'ServeCommand', 'serve', 'inspect', 'missing_files', 'inspect_record', 'written_bytes', 'interruptible',
+           'quantize', 'synth', 'shown_size', 'shown_path', 'pull', 'list_command', 'rm', 'warmup', 'BenchCommand',
+           'bench', 'bench_serving_command', 'evaluate', 'eval_kl_command', 'eval_logits_command']
 
 # %% ../nbs/11_cli.ipynb #7a084505
 import errno, json, os, sys, time
@@ -242,37 +242,46 @@ def chat_greeting(llm, sampling):
     return f'{llm!r}\n' + ', '.join(f'{name} {value}' for name, value in settings.items()) + f'\n{CHAT_HELP}'
 
 # %% ../nbs/11_cli.ipynb #e12981a7
+def setting_option(f, help=None):
+    "The option of a dataclass field: `--` and its name; help from the field's metadata"
+    name, help = '--' + f.name.replace('_', '-'), help or f.metadata['help']
+    kinds = [kind for kind in (int, float, str) if kind is f.type or kind in getattr(f.type, '__args__', ())]
+    help = help[0].upper() + help[1:] + '.'
+    if isinstance(f.default, bool): return click.Option([name], is_flag=True, help=help)
+    if isinstance(f.default, tuple): return click.Option([name], multiple=True, help=help)
+    return click.Option([name], type=kinds[0], default=f.default, show_default=f.default is not None, help=help)
+
 class ServeCommand(Command):
-    "Takes its options from `ServeSettings` and the engine's defaults, but only when it is asked for them: they import the web framework"
+    "Takes its options from the server's, the memory's and the engine's settings, but only when it is asked for them: they import the web framework"
     def get_params(self, ctx):
         from dataclasses import fields
+        from sparkinfer.engine.scheduler import LIMITS, EngineLimits
+        from sparkinfer.llm import MemorySettings
         from sparkinfer.serve.app import ServeSettings
-        def option(f):
-            name, help = '--' + f.name.replace('_', '-'), f.metadata['help'][0].upper() + f.metadata['help'][1:] + '.'
-            if isinstance(f.default, bool): return click.Option([name], is_flag=True, help=help)
-            if isinstance(f.default, tuple): return click.Option([name], multiple=True, help=help)
-            return click.Option([name], type=f.type if f.type in (int, float) else str, default=f.default, show_default=f.default is not None, help=help)
+        settings = [setting_option(f) for f in (*fields(ServeSettings), *fields(MemorySettings))] + [setting_option(f, LIMITS[f.name].meaning) for f in fields(EngineLimits)]
         sampling = [click.Option(['--' + name.replace('_', '-')], type=KNOBS[name].kind, help='For requests that do not say: ' + KNOBS[name].meaning + '.') for name in SAMPLING if name != 'seed']
         own = super().get_params(ctx)
-        return own[:-1] + [option(f) for f in fields(ServeSettings)] + sampling + own[-1:]       # --help stays last
+        return own[:-1] + settings + sampling + own[-1:]       # --help stays last
 
-# %% ../nbs/11_cli.ipynb #0ee870a1
+# %% ../nbs/11_cli.ipynb #7bea92e4
 @cli.command(cls=ServeCommand)
 @click.argument('model', default='smollm2')
 @load_options
 def serve(model, threads, context, runner, **options):
     "Serve MODEL on an OpenAI-compatible endpoint."
-    from sparkinfer.llm import Progress, load_engine, open_model
+    from dataclasses import fields
+    from sparkinfer.llm import Progress, load_engine, open_model, split_settings
     from sparkinfer.serve.app import ServeSettings, serve as serve_forever
-    defaults = {name: options.pop(name) for name in SAMPLING if name in options}
+    server = ServeSettings(**{f.name: options.pop(f.name) for f in fields(ServeSettings)})
+    split_settings(options)                      # refuse a bad value now, not after a model has been loaded
     def factory(report):
         report('finding the model')
         parts = open_model(model)
-        with Progress(parts.name, report=report) as display: engine, used = load_engine(parts, context, threads, runner, display, **defaults)
+        with Progress(parts.name, report=report) as display: engine, used = load_engine(parts, context, threads, runner, display, **options)
         rows = [f'{name} {value}' + ('' if source == 'built in' else f' ({source})') for name, value, source in engine.defaults.rows()]
-        click.echo(f'{parts.name}: context {engine.max_context:,}, {used} threads; a request that does not say gets ' + ', '.join(rows), err=True)
+        click.echo(f'{parts.name}: {engine.capacity}; {used} threads; a request that does not say gets ' + ', '.join(rows), err=True)
         return engine
-    serve_forever(factory, ServeSettings(**options), click.echo)
+    serve_forever(factory, server, click.echo)
 
 # %% ../nbs/11_cli.ipynb #4ffe995c
 @cli.command()

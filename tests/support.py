@@ -5,7 +5,10 @@ import re, time
 from dataclasses import dataclass
 import numpy as np
 from sparkinfer.models.forward import StepResult
-from sparkinfer.ops.sampling import SampleSpec, sample
+from sparkinfer.ops.sampling import Sampled, SampleSpec, sample
+
+try: from sparkinfer.ops.attention import PAGE
+except ImportError: PAGE = 16
 
 
 class TinyTokenizer:
@@ -49,31 +52,61 @@ class TinyConfig:
 class ScriptedRunner:
     """A runner whose model is a Python function: `script(history) -> token id | logits | exception`.
 
-    It keeps each slot's tokens as its memory and computes from these, so a wrong position or a stale prefix gives a wrong answer, as with a real KV cache.
-    `gate`, if given, is called before each step with the batch and may wait, count or raise."""
-    def __init__(self, script, tokenizer, max_context=512, gate=None, layer_kinds=('attention',)):
-        self.script, self.gate, self.max_context, self.num_slots = script, gate, max_context, 1
+    The history is read back from pages through the slot's block table, so a wrong position, a stale table or a page shared by mistake gives a wrong answer, as with a real KV cache;
+    with a recurrent layer each slot also keeps a hash of its history, which must be that of what the pages say.
+    `gate`, if given, is called before each step with the batch and may wait, count or raise. An exception that the script *returns* belongs to its row alone."""
+    def __init__(self, script, tokenizer, max_context=512, gate=None, layer_kinds=('attention',), num_slots=4, num_pages=None):
+        self.script, self.gate, self.max_context, self.num_slots = script, gate, max_context, num_slots
         self.config = TinyConfig(tokenizer.vocab_size, max_context, layer_kinds)
-        self.memory, self.steps, self.closed = {}, [], False
+        self.kv_type, self.steps, self.closed = 'f32', [], False
+        per_slot = -(-max_context // PAGE)
+        self.num_pages = num_pages or num_slots * per_slot
+        self.block_tables = np.zeros((num_slots, per_slot), np.int32)
+        self.pages = np.full((self.num_pages, PAGE), -1, np.int32)
+        self.states, self.lengths = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int64)
+        self.page_bytes, self.state_bytes = 4 * PAGE, 0 if self.can_truncate else 8
         sample(np.zeros(4, np.float32), SampleSpec(num_logprobs=0))   # compile now: a client's first request should not wait for it
 
-    def load(self, weights, max_context=None, num_slots=1, progress=None): return self
+    @property
+    def can_truncate(self): return set(self.config.layer_kinds) == {'attention'}
+    def load(self, weights, max_context=None, num_slots=1, progress=None, num_pages=None): return self
+
+    def memory(self, slot):
+        "The tokens that a slot holds, read through its table"
+        length = int(self.lengths[slot])
+        return self.pages[self.block_tables[slot, :-(-length // PAGE)]].reshape(-1)[:length].tolist()
+
+    def take(self, token, position, slot):
+        assert position < self.max_context, 'position past the context'
+        assert position <= self.lengths[slot] and (self.can_truncate or position in (0, self.lengths[slot])), f'position {position} after {self.lengths[slot]}'
+        self.lengths[slot] = position
+        history = self.memory(slot)
+        if not self.can_truncate:
+            if position == 0: self.states[slot] = hash(())
+            assert self.states[slot] == hash(tuple(history)), f'slot {slot}: the state is not that of the pages'
+        self.pages[self.block_tables[slot, position // PAGE], position % PAGE] = token
+        self.lengths[slot] = position + 1
+        history.append(token)
+        if not self.can_truncate: self.states[slot] = hash(tuple(history))
+        return history
 
     def submit(self, batch, sampling=None):
         if self.gate: self.gate(batch)
         self.steps.append((int(batch.positions[0]), len(batch)))
-        logits, wanted = {}, set(batch.output_rows.tolist())
+        said, wanted = {}, set(batch.output_rows.tolist())
         for row, (token, position, slot) in enumerate(zip(batch.tokens.tolist(), batch.positions.tolist(), batch.slots.tolist())):
-            memory = self.memory.setdefault(slot, [])
-            assert position <= len(memory), f'position {position} leaves a hole after {len(memory)}'
-            assert position < self.max_context, 'position past the context'
-            del memory[position:]
-            memory.append(token)
-            if row in wanted: logits[row] = self.row_of(self.script(list(memory)))
-        rows = [logits[r] for r in batch.output_rows.tolist()]
-        if sampling is None: return StepResult(logits=np.array(rows, np.float32))
-        drawn = [sample(row, spec) for row, spec in zip(rows, sampling, strict=True)]
-        return StepResult(np.array([d.token for d in drawn], np.int32), np.array([d.logprob for d in drawn], np.float32), None, tuple((d.top_ids, d.top_logprobs) for d in drawn))
+            history = self.take(token, position, slot)
+            if row in wanted: said[row] = self.script(history)
+        rows = [said[r] for r in batch.output_rows.tolist()]
+        if sampling is None: return StepResult(logits=np.array([self.row_of(r) for r in rows], np.float32))
+        drawn = [self.draw(row, spec) for row, spec in zip(rows, sampling, strict=True)]
+        good = [d if isinstance(d, Sampled) else Sampled(-1, np.nan, (), ()) for d in drawn]
+        return StepResult(np.array([d.token for d in good], np.int32), np.array([d.logprob for d in good], np.float32), None, tuple((d.top_ids, d.top_logprobs) for d in good),
+                          tuple(d if isinstance(d, Exception) else None for d in drawn))
+
+    def draw(self, said, spec):
+        try: return sample(self.row_of(said), spec)
+        except Exception as error: return error
 
     def row_of(self, said):
         if isinstance(said, Exception): raise said
@@ -83,7 +116,14 @@ class ScriptedRunner:
         return row
 
     def collect(self, handle): return handle
-    def reset(self, slot): self.memory[slot] = []
+    def reset(self, slot): self.lengths[slot] = 0
+    def set_length(self, slot, length): self.lengths[slot] = length
+    def copy_page(self, source, target): self.pages[target] = self.pages[source]
+    def read_page(self, page): return self.pages[page].view(np.uint8).copy()
+    def write_page(self, page, data): self.pages[page] = np.asarray(data, np.uint8).view(np.int32)
+    def copy_state(self, source, target): self.states[target] = self.states[source]
+    def read_state(self, slot): return self.states[slot:slot + 1].view(np.uint8)[:self.state_bytes].copy()
+    def write_state(self, slot, data): self.states[slot] = np.asarray(data, np.uint8).view(np.int64)[0]
     def close(self): self.closed = True
 
 

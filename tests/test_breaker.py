@@ -53,7 +53,7 @@ def test_an_absurd_context_counts_all_its_buffers(llm):
     available = 1 << 30
     context = choose_context(parts.weights, kind, None, available)
     from sparkinfer.llm import kv_bytes, side_bytes
-    assert side_bytes(config) >= each and context * (kv_bytes(config, 2) + each) < available
+    assert side_bytes(config) >= each and context * (kv_bytes(config) + each) < available
 
 def test_a_template_variable_may_have_any_name(llm):
     assert llm.engine.encode_chat([dict(role='user', content='Hi')], self=1) == llm.engine.encode_chat([dict(role='user', content='Hi')])

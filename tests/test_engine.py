@@ -2,6 +2,7 @@
 
 One notebook's business is in nbs/engine; here is what takes threads, time or weights. Every test ends with the leak counters where they began."""
 import asyncio, threading, time
+from dataclasses import replace
 import numpy as np
 import pytest
 from sparkinfer.engine.engine import Engine
@@ -11,9 +12,9 @@ from sparkinfer.models.forward import SpecRunner
 from support import ScriptedRunner, TinyTokenizer, babble, saying, slowly
 
 
-def scripted(script, *pieces, gate=None, layer_kinds=('attention',), **kwargs):
+def scripted(script, *pieces, gate=None, layer_kinds=('attention',), slots=4, pages=None, **kwargs):
     tokenizer = TinyTokenizer(*pieces)
-    return Engine(ScriptedRunner(script if callable(script) else saying(tokenizer, script), tokenizer, gate=gate, layer_kinds=layer_kinds), tokenizer, **kwargs)
+    return Engine(ScriptedRunner(script if callable(script) else saying(tokenizer, script), tokenizer, gate=gate, layer_kinds=layer_kinds, num_slots=slots, num_pages=pages), tokenizer, **kwargs)
 
 def idle(engine, seconds=2):
     end = time.perf_counter() + seconds
@@ -40,7 +41,7 @@ def test_many_threads_get_their_own_answers():
 
 def test_first_come_first_served():
     order = []
-    with scripted(lambda h: ord('a'), gate=slowly(0.002)) as engine:
+    with scripted(lambda h: ord('a'), gate=slowly(0.002), slots=1) as engine:
         def follow(k, stream):
             list(stream)
             order.append(k)
@@ -54,7 +55,7 @@ def test_cancel_at_any_point_leaves_nothing_behind(chunk):
     "Cancel after k events or k milliseconds; what comes next is what a fresh engine would say"
     probe = Request([9, 8, 7], SamplingParams(temperature=1, seed=1, max_tokens=6, logit_bias=MODEL_ONLY))
     with scripted(babble(260)) as engine: want = engine.submit(probe).collect()[0].token_ids
-    with scripted(babble(260), gate=slowly(0.0005), prefill_chunk=chunk) as engine:
+    with scripted(babble(260), gate=slowly(0.0005), step_rows=chunk) as engine:
         for k in range(12):
             stream = engine.submit(Request([9, 8, *range(60)], SamplingParams(temperature=1, seed=k, max_tokens=40, logit_bias=MODEL_ONLY)))
             if k % 2: time.sleep(k * 0.002)
@@ -69,7 +70,7 @@ def test_cancel_at_any_point_leaves_nothing_behind(chunk):
         assert h.failed == 0 and h.finished + h.cancelled == 24
 
 def test_a_fault_at_every_step_ends_one_request_only():
-    with scripted(babble(260), prefill_chunk=4) as engine:
+    with scripted(babble(260), step_rows=4) as engine:
         params = SamplingParams(temperature=1, seed=1, max_tokens=6, logit_bias=MODEL_ONLY)
         want = engine.submit(Request([1] * 10, params)).collect()[0].token_ids
         for step in range(8):   # three prefill chunks, then decode steps
@@ -77,7 +78,7 @@ def test_a_fault_at_every_step_ends_one_request_only():
             def gate(batch):
                 if next(countdown, None) is None: raise OSError('device lost')
             engine.runner.gate = gate
-            events = list(engine.submit(Request([2] * 10, params)))
+            events = list(engine.submit(Request([2 + step] * 10, params)))
             engine.runner.gate = None
             assert isinstance(events[-1], ErrorEvent) and 'device lost' in str(events[-1].error)
             assert engine.submit(Request([1] * 10, params)).collect()[0].token_ids == want
@@ -92,14 +93,14 @@ def test_nan_logits_fail_the_request_and_never_become_token_0():
 
 def test_recurrent_models_reuse_only_a_true_beginning():
     params = SamplingParams(temperature=1, seed=1, max_tokens=5, logit_bias=MODEL_ONLY)
-    with scripted(babble(260), layer_kinds=('attention', 'gated_deltanet')) as engine:
+    with scripted(babble(260), layer_kinds=('attention', 'delta')) as engine:
         first = engine.submit(Request([1, 2, 3, 4], params)).collect()[0]
         grown = engine.submit(Request([1, 2, 3, 4, *first.token_ids, 5], params)).collect()[0]
         assert grown.usage.cached_tokens == 8
         assert engine.submit(Request([1, 2, 3, 9], params)).collect()[0].usage.cached_tokens == 0
 
 def test_prompt_at_the_edges_of_the_context():
-    with scripted(lambda h: ord('a'), max_context=64, prefill_chunk=16) as engine:
+    with scripted(lambda h: ord('a'), max_context=64, step_rows=16) as engine:
         for tokens in (1, 2, 15, 16, 17, 31, 32, 33, 62, 63):
             answer = engine.submit(Request([5] * tokens)).collect()[0]
             assert answer.usage.total_tokens == 64 and answer.reason == 'length', tokens
@@ -178,7 +179,7 @@ def test_smollm2_cold_is_warm_is_chunked(smollm2):
     "Ids at temperature 0: from nothing, with the whole prompt in memory, after an edit, and in prefill chunks of odd sizes. One kernel computes all of them, so no tie guard is needed"
     text = 'The quick brown fox jumps over the lazy dog. ' * 12 + 'Once upon a time'
     def cold(text):
-        smollm2._forget()
+        smollm2.forget()
         return ask(smollm2, text, max_tokens=24)[0]
     want = cold(text)
     assert want.usage.cached_tokens == 0
@@ -187,10 +188,12 @@ def test_smollm2_cold_is_warm_is_chunked(smollm2):
     edited = ask(smollm2, text.replace('Once', 'Twice'), max_tokens=24)[0]
     assert 0 < edited.usage.cached_tokens < edited.usage.prompt_tokens - 1
     assert edited.token_ids == cold(text.replace('Once', 'Twice')).token_ids
-    size = smollm2.prefill_chunk
+    limits = smollm2.limits
     try:
-        for smollm2.prefill_chunk in (1, 37, 64): assert cold(text).token_ids == want.token_ids
-    finally: smollm2.prefill_chunk = size
+        for size in (1, 37, 64):
+            smollm2.limits = replace(limits, step_rows=size)
+            assert cold(text).token_ids == want.token_ids
+    finally: smollm2.limits = limits
 
 def test_smollm2_chat_reuses_its_past(smollm2):
     messages, cached = [dict(role='user', content='Name three colours.')], []
@@ -208,7 +211,7 @@ def test_smollm2_same_seed_same_text(smollm2):
     assert filtered.token_ids[:1] and filtered.seed == first.seed
 
 def test_smollm2_cancels_in_a_long_prompt(smollm2):
-    smollm2._forget()
+    smollm2.forget()
     stream = smollm2.submit(Request(smollm2.encode_prompt('word ' * 700)[:760], SamplingParams(max_tokens=5)))
     time.sleep(0.02)
     begin = time.perf_counter()

@@ -51,6 +51,10 @@ class Stream:
     def __enter__(self): return self
     def __exit__(self, *_): self.cancel()
 
+    def wait(self, timeout=None) -> bool:
+        "Until the last event is there, without reading any; False after `timeout` seconds"
+        with self._ready: return self._ready.wait_for(lambda: self.closed, timeout)
+
     def collect(self) -> list:
         "Wait for the end and return one `Completion` for each choice; raises what went wrong"
         answers = Completions()
