@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['i8x64', 'i16x32', 'i32x16', 'rows8', 'half_of_rows', 'byte_of_rows', 'first_word', 'last_word', 'first_four',
-           'last_four', 'DOT', 'UNPACK', 'fifth_bits_at_2', 'fifth_bits_at_4', 'twelve_more', 'uneven',
-           'FIRST_ROW_KIND', 'ROW_FORMATS', 'ROW_KINDS', 'rows16', 'rows32', 'words16', 'two_halves', 'float_bits',
-           'where_equal', 'broadcast_i8x8', 'rows_dot_start', 'rows_dot', 'rows_total', 'rows_totals', 'rows_q8_0',
-           'rows_q4_k', 'rows_q5_k', 'rows_q6_k', 'rows_q4_0', 'rows_q4_1', 'rows_q5_0', 'rows_q5_1', 'rows_iq4_nl',
-           'rows_iq4_xs', 'rows_mxfp4', 'half_small_floats', 'rows_nvfp4', 'rows_q3_k', 'rows_q2_k', 'rows_f32',
-           'rows_bf16', 'rows_f16', 'row_kind', 'row_stride']
+           'last_four', 'DOT', 'UNPACK', 'fifth_bits_at_2', 'fifth_bits_at_4', 'twelve_more', 'uneven', 'rows_bf16',
+           'rows_f16', 'FIRST_ROW_KIND', 'ROW_FORMATS', 'ROW_KINDS', 'rows16', 'rows32', 'words16', 'two_halves',
+           'float_bits', 'where_equal', 'broadcast_i8x8', 'rows_dot_start', 'rows_dot', 'rows_total', 'rows_totals',
+           'rows_q8_0', 'rows_q4_k', 'rows_q5_k', 'rows_q6_k', 'rows_q4_0', 'rows_q4_1', 'rows_q5_0', 'rows_q5_1',
+           'rows_iq4_nl', 'rows_iq4_xs', 'rows_mxfp4', 'half_small_floats', 'rows_nvfp4', 'rows_q3_k', 'rows_q2_k',
+           'rows_f32', 'row_kind', 'row_stride']
 
 # %% ../../nbs/ops/09_file_rows.ipynb #e0516d52
 from llvmlite import ir
@@ -701,33 +701,23 @@ def _feed_f16(action, total, words, column, at):
     even, odd = two_halves(words)
     return _feed_column(action, _feed_column(action, total, even, column, at), odd, column + 1, at)
 
-@jit
-def rows_bf16(action, base, begin, end, blocks, target):
-    "Eight rows of BF16"
-    stride, p, total = 64 * blocks, base + 64 * begin, zero_f32x8()
-    for block in range(begin, end):
-        _fetch_ahead(base, stride, 512 * block, 8)
-        at = _float_place(action, target, block, begin)
-        for column in range(0, 32, 8):
-            a, b, c, d = words16(p, stride)
-            total = _feed_bf16(action, _feed_bf16(action, total, a, column, at), b, column + 2, at)
-            total = _feed_bf16(action, _feed_bf16(action, total, c, column + 4, at), d, column + 6, at)
-            p += 16
-    return total
+def _walk_of_halves(feed):
+    @jit
+    def rows(action, base, begin, end, blocks, target):
+        "Eight rows of numbers of 16 bits, two in a word"
+        stride, p, total = 64 * blocks, base + 64 * begin, zero_f32x8()
+        for block in range(begin, end):
+            _fetch_ahead(base, stride, 512 * block, 8)
+            at = _float_place(action, target, block, begin)
+            for column in range(0, 32, 8):
+                a, b, c, d = words16(p, stride)
+                total = feed(action, feed(action, total, a, column, at), b, column + 2, at)
+                total = feed(action, feed(action, total, c, column + 4, at), d, column + 6, at)
+                p += 16
+        return total
+    return rows
 
-@jit
-def rows_f16(action, base, begin, end, blocks, target):
-    "Eight rows of F16"
-    stride, p, total = 64 * blocks, base + 64 * begin, zero_f32x8()
-    for block in range(begin, end):
-        _fetch_ahead(base, stride, 512 * block, 8)
-        at = _float_place(action, target, block, begin)
-        for column in range(0, 32, 8):
-            a, b, c, d = words16(p, stride)
-            total = _feed_f16(action, _feed_f16(action, total, a, column, at), b, column + 2, at)
-            total = _feed_f16(action, _feed_f16(action, total, c, column + 4, at), d, column + 6, at)
-            p += 16
-    return total
+rows_bf16, rows_f16 = _walk_of_halves(_feed_bf16), _walk_of_halves(_feed_f16)
 
 # %% ../../nbs/ops/09_file_rows.ipynb #f724e261
 def _row_format(kind, name, form, walk):
