@@ -412,3 +412,27 @@ def test_half_a_model_without_an_index(tmp_path):
     save_file({'x.weight': np.ones((2, 4), np.float32)}, tmp_path/'model-00001-of-00002.safetensors')
     (tmp_path/'config.json').write_text('{"model_type": "llama"}')
     with pytest.raises(FormatError, match='1 of 2 files are missing'): open_folder(tmp_path)
+
+@pytest.mark.parametrize('key, setting', [('truncation', dict(direction='Right', max_length=5, strategy='LongestFirst', stride=0)), ('padding', dict(strategy=dict(Fixed=64), direction='Right', pad_to_multiple_of=None, pad_id=0, pad_type_id=0, pad_token='<|endoftext|>'))])
+def test_settings_of_training_in_a_tokenizer_are_ignored_with_a_warning(tmp_path, key, setting):
+    "tokenizer.json keeps what its last user cut or filled texts to; a prompt of six tokens would have lost one, without a word"
+    import json
+    from sparkinfer.models.synthetic import synth
+    from sparkinfer.text.tokenizer import Tokenizer
+    synth('tiny-llama', tmp_path/'m', 'safetensors')
+    text, path = 'what is the time now, and where were they then?', tmp_path/'m'/'tokenizer.json'
+    plain = Tokenizer.from_folder(tmp_path/'m').encode(text)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: setting}))
+    import tokenizers
+    assert len(tokenizers.Tokenizer.from_file(str(path)).encode(text).ids) == {'truncation': 5, 'padding': 64}[key]           # so the library would do it
+    with pytest.warns(UserWarning, match=f'tokenizer.json: its {key} is a setting of training and is ignored'): told = Tokenizer.from_folder(tmp_path/'m')
+    assert told.encode(text) == plain and 5 < len(plain) < 64
+
+@pytest.mark.parametrize('config', [{'quantization_config': 'fp8'}, {'quantization_config': [1]}, {'quantization_config': 0}, {'quantization_config': False}, {'text_config': {'quantization_config': 'x'}}, {'compression_config': 3},
+                                    {'quantization_config': {'quant_method': 'modelopt', 'config_groups': []}}, {'quantization_config': {'quant_method': 'modelopt', 'ignore': 'lm_head'}}, {'quantization_config': {'quant_method': 'fp8', 'weight_block_size': 128}}])
+def test_quantisation_of_the_wrong_kind_is_named(tmp_path, config):
+    "(A `quantization_config` that is no object was taken for none.)"
+    write_folder(tmp_path/'m', {'a.weight': np.ones((4, 4), np.float32)}, {'model_type': 'llama'})
+    import json
+    (tmp_path/'m'/'config.json').write_text(json.dumps({'model_type': 'llama'} | config))
+    with pytest.raises(FormatError, match='/m/config.json: `(quantization|compression)_config'): open_folder(tmp_path/'m')
