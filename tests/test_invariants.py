@@ -1,0 +1,128 @@
+"""Cold = warm = chunked = batched = preempted = forked: the tokens of an answer do not depend on what else happened.
+
+On a llama, a dense hybrid and a mixture-of-experts hybrid of tiny size, through the real engine, memory and CPU kernels, at temperature 1 with a seed, so that any other bit in the logits would soon show as another token.
+Lengths of prompts lie around the borders of pages (16) and chunks (64): 1, 2, 15 to 17, 63 to 65, 127 to 129."""
+import numpy as np
+import pytest
+
+from sparkinfer.engine.engine import Engine
+from sparkinfer.engine.request import Request, SamplingParams
+from sparkinfer.formats.gguf import open_gguf
+from sparkinfer.memory.model_memory import ModelMemory
+from sparkinfer.models.config import ModelConfig
+from sparkinfer.models.convert import convert
+from sparkinfer.models.cpu_runner import CpuRunner
+from sparkinfer.models.weights import Weights
+from references import dressed
+from support import TinyTokenizer
+
+MODELS = {'llama': 'llama', 'dense hybrid': 'qwen3_5-r2', 'experts hybrid': 'qwen3_5_moe'}
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129)
+CONTEXT, ANSWER = 176, 8
+
+class WideTokenizer(TinyTokenizer):
+    "As many ids as the model has; those without a text of their own say '.'"
+    def __init__(self, vocab_size):
+        super().__init__(*['.'] * max(0, vocab_size - 260))
+        self.vocab_size, self.special_ids, self.eos_ids = vocab_size, frozenset([256]), frozenset()
+
+class Model:
+    def __init__(self, folder, name):
+        path = folder/'model.gguf'
+        convert(dressed(MODELS[name], folder), path, 'Q8_0')
+        self.file = open_gguf(path)
+        self.weights = Weights.from_checkpoint(self.file, ModelConfig.from_checkpoint(self.file))
+        size, random = self.weights.config.vocab_size, np.random.default_rng(1)
+        self.tokenizer, base = WideTokenizer(size), random.integers(0, size, 129)
+        self.prompts = [base[:n] for n in LENGTHS] + [np.concatenate([base[:n - n // 3], random.integers(0, size, n // 3)]) for n in LENGTHS[2:]]    # many begin alike, and differ later
+        with self.engine(slots=1, cache=False) as engine: self.want = [self.ask(engine, p).collect()[0].token_ids for p in self.prompts]
+
+    def engine(self, slots=4, pages=None, cache=True, **settings):
+        runner = CpuRunner(2).load(self.weights, max_context=CONTEXT, num_slots=slots, num_pages=pages or slots * CONTEXT // 16)
+        return Engine(runner, self.tokenizer, memory=ModelMemory(runner, prefix_cache=cache), **settings)
+
+    def ask(self, engine, prompt, **knobs):
+        return engine.submit(Request(np.asarray(prompt), SamplingParams(**{**dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7, max_tokens=ANSWER, ignore_eos=True), **knobs})))
+
+@pytest.fixture(scope='module', params=MODELS)
+def model(request, tmp_path_factory):
+    made = Model(tmp_path_factory.mktemp('invariants'), request.param)
+    yield made
+    made.file.close()
+
+def settled(engine):
+    "Nothing is held any more, and all counts agree"
+    engine.call(engine.memory.check)
+    stats = engine.stats()
+    assert (stats['running'], stats['waiting'], stats['memory']['held_pages'], stats['memory']['free_slots']) == (0, 0, 0, engine.memory.num_slots)
+
+def answers(model, engine, order):
+    streams = {k: model.ask(engine, model.prompts[k]) for k in order}
+    return {k: s.collect()[0].token_ids for k, s in streams.items()}
+
+@pytest.mark.parametrize('settings', [dict(), dict(cache=False), dict(step_rows=5, mixed_rows=3), dict(step_rows=64, mixed_rows=17), dict(slots=6, pages=24), dict(slots=3, pages=12, step_rows=33)],
+                         ids=['batched', 'no cache', 'small chunks', 'odd chunks', 'preempted', 'hardly any pages'])
+def test_company_chunks_and_preemption_change_nothing(model, settings):
+    order = np.random.default_rng(len(str(settings))).permutation(len(model.prompts)).tolist()
+    with model.engine(**settings) as engine:
+        for _ in range(2):                                       # the second time most of each prompt is in memory
+            got = answers(model, engine, order)
+            assert [got[k] for k in range(len(model.prompts))] == model.want
+            settled(engine)
+        stats = engine.stats()
+        if settings.get('pages') == 24: assert stats['preempted'] > 0
+        if settings.get('cache', True) and not settings.get('pages'): assert stats['memory']['hit_tokens'] > 0
+
+def test_warm_is_cold(model):
+    "Each prompt after each shorter one, alone: a beginning that is found, at every border, gives what computing it gives"
+    with model.engine(slots=2) as engine:
+        for k, prompt in enumerate(model.prompts):
+            assert model.ask(engine, prompt).collect()[0].token_ids == model.want[k]
+        settled(engine)
+        hits = engine.stats()['memory']['hit_tokens']
+        assert hits > 0
+
+def test_a_conversation_reads_only_what_is_new(model):
+    "Turn after turn: the history and the answer are found, whatever kind of memory the layers have; an edited middle falls back, and says what a fresh engine says"
+    with model.engine(slots=2) as engine, model.engine(slots=1, cache=False) as fresh:
+        history, said = model.prompts[4].tolist(), []
+        for turn in range(4):
+            answer = model.ask(engine, history).collect()[0]
+            assert answer.token_ids == model.ask(fresh, history).collect()[0].token_ids
+            if turn: assert answer.usage.cached_tokens == known, (turn, answer.usage)
+            known = len(history) + ANSWER - 1                    # the last token was drawn and never read
+            history += answer.token_ids + [3, 1, turn]
+        edited = history[:20] + [5] + history[21:]
+        answer = model.ask(engine, edited).collect()[0]
+        assert answer.token_ids == model.ask(fresh, edited).collect()[0].token_ids and answer.usage.cached_tokens <= 20
+        settled(engine)
+
+def test_answers_to_one_prompt_part_at_its_end(model):
+    "n answers from one reading of the prompt are those of n readings; more answers than slots"
+    with model.engine(slots=3) as engine, model.engine(slots=1, cache=False) as fresh:
+        for k in (0, 4, 8):
+            together = model.ask(engine, model.prompts[k], n=5).collect()
+            assert [c.token_ids for c in together] == [c.token_ids for c in model.ask(fresh, model.prompts[k], n=5).collect()]
+            assert together[0].token_ids == model.want[k] and len({tuple(c.token_ids) for c in together}) > 1
+        settled(engine)
+
+def test_penalties_bias_and_logprobs_inside_a_batch(model):
+    "Each request its own knobs, beside others: as alone, to the last bit of the log-probabilities"
+    knobs = [dict(repetition_penalty=1.5), dict(frequency_penalty=1.0, presence_penalty=.5), dict(logit_bias={5: 4.0, 9: -100}), dict(logprobs=4), dict(temperature=0.0, logprobs=0), dict(top_k=3, min_p=.1), dict(top_p=.5)]
+    def spell(c): return c.token_ids, [(l.token_id, l.logprob, l.top) for l in c.logprobs]
+    with model.engine(slots=1, cache=False) as fresh: alone = [spell(model.ask(fresh, model.prompts[6], **k).collect()[0]) for k in knobs]
+    with model.engine(slots=7) as engine:
+        streams = [model.ask(engine, model.prompts[6], **k) for k in knobs]
+        assert [spell(s.collect()[0]) for s in streams] == alone
+        settled(engine)
+
+def test_what_was_cancelled_is_never_seen(model):
+    "Cancel in the prompt, in the answer and while waiting, then ask for something else in the same slots (and for the same again)"
+    with model.engine(slots=2, step_rows=16) as engine:
+        for k in range(6):
+            doomed = [model.ask(engine, model.prompts[10 - j], max_tokens=40) for j in range(4)]
+            for _ in range(k): next(doomed[0])
+            for stream in doomed: stream.cancel()
+            assert all(list(s)[-1].reason in ('cancelled', 'length') for s in doomed)
+            assert answers(model, engine, [k, 10 - k]) == {i: model.want[i] for i in (k, 10 - k)}
+        settled(engine)
