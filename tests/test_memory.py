@@ -177,6 +177,327 @@ class Machine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
+
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192)     # around pages, and around the chunks of recurrent kernels
+def words(n, seed=1): return np.random.default_rng([n, seed]).integers(0, VOCAB, n).tolist()
+def both(f): return pytest.mark.parametrize('recurrent', [False, True], ids=['attention', 'recurrent'])(f)
+
+@both
+@pytest.mark.parametrize('length', LENGTHS)
+def test_a_second_turn_computes_only_what_is_new(recurrent, length):
+    "Fault A1: every turn reprocessed the whole prompt. Fault A5: attention's keys were reused and the state was not"
+    memory = build(recurrent)
+    first = Sequence(memory, words(length)).run(new=5)
+    computed = first.lease.length
+    first.close()
+    second = Sequence(memory, first.tokens[:computed] + words(7, 2))
+    assert second.lease.cached == computed == length + 5
+    second.run(new=3, chunk=3)
+    memory.check()
+
+@both
+def test_an_edited_middle_goes_back_to_the_last_place_that_can_be_gone_back_to(recurrent):
+    "Fault A1, AAAABBBB then AAAACBBBB: attention keeps all before the edit, a recurrence its last snapshot before it"
+    memory, text = build(recurrent), words(80)
+    Sequence(memory, text, marks=[21, 50]).run(new=2, chunk=16).close()
+    edited = text[:40] + [(text[40] + 1) % VOCAB] + text[41:]
+    sequence = Sequence(memory, edited)
+    assert sequence.lease.cached == (21 if recurrent else 40) and sequence.lease.stops == ([40] if recurrent else [])
+    sequence.run(new=2).close()
+    assert Sequence(memory, text[:40] + words(9, 3)).lease.cached == 40          # the edit was discovered: now there is a snapshot
+
+def test_a_prefix_that_nobody_marked_is_found_by_the_third_conversation():
+    "Fault A2: the cache did nothing on hybrid models, and said nothing"
+    memory, system = build(recurrent=True), words(70)
+    cached = []
+    for i in range(3):
+        sequence = Sequence(memory, system + words(10, i + 5))
+        cached.append(sequence.lease.cached)
+        sequence.run(new=2).close()
+    assert cached == [0, 0, 70] and (memory.stats()['hits'], memory.stats()['misses'], memory.stats()['hit_tokens']) == (1, 2, 70)
+
+@pytest.mark.parametrize('length', LENGTHS)
+def test_a_restored_state_is_the_one_that_was_computed(length):
+    "Fault A7: the snapshot of another position was restored, or one of less precision: bit for bit, at the mark, however prefill was cut"
+    memory, text = build(recurrent=True, context=256), words(210)
+    Sequence(memory, text, marks=[length]).run(chunk=50).close()
+    straight = ToyRunner(VOCAB, True).load(max_context=256)
+    straight.submit(Batch.of(text[:length]))
+    again = memory.open(np.array(text[:length] + [5, 6]))
+    assert again.cached == length and again.stops == []
+    assert (memory.runner.read_state(again.slot) == straight.read_state(0)).all()
+    assert memory.runner.history(again.slot, length) == text[:length]
+
+@both
+def test_only_what_was_written_is_published(recurrent):
+    "Fault A9: a checkpoint was published whose write a mixed step had skipped. A long prefill beside a sequence that decodes; a third one asks for the same prompt midway"
+    memory, text = build(recurrent), words(150)
+    talker, reader = Sequence(memory, words(5)).run(), Sequence(memory, text, marks=[100])
+    for step in range(5):
+        assert memory.extend(reader.lease, reader.lease.length + 23) and memory.extend(talker.lease, talker.lease.length + 1)
+        start = reader.lease.length
+        batch = Batch.join([Batch.of(text[start:start + 23], start, reader.lease.slot), Batch.of(talker.tokens[-1:], talker.lease.length, talker.lease.slot)])
+        logits = memory.runner.submit(batch).logits
+        assert [int(row.argmax()) for row in logits] == [said(tuple(text[:start + 23]), recurrent), said(tuple(talker.tokens), recurrent)]
+        talker.tokens.append(int(logits[1].argmax()))
+        poison(memory)
+        other = Sequence(memory, text)
+        written = reader.lease.length - 23                                       # known to be written when the last step was begun
+        assert other.lease.cached == (0 if recurrent else written // PAGE * PAGE)
+        memory.check()
+        if step < 4: other.close(publish=False)
+    other.run(chunk=40)
+
+@both
+@pytest.mark.parametrize('done', [1, 16, 37, 70])
+def test_a_cancelled_sequence_leaves_nothing_behind(recurrent, done):
+    "Fault A11: slot aliasing, a slot not given back, a state not reset. X is cancelled midway, untrusted; Y gets its slot and pages"
+    memory = build(recurrent, pages=8, slots=1)
+    cancelled = Sequence(memory, words(70))
+    cancelled.step(done)
+    slot = cancelled.lease.slot
+    cancelled.close(publish=False)
+    assert memory.usable_pages == 8 and memory.free_slots == 1
+    fresh = Sequence(memory, words(90, 4))
+    assert fresh.lease.slot == slot and fresh.lease.cached == 0
+    fresh.run(new=4, chunk=30)
+
+@both
+def test_choices_share_whole_pages_and_nothing_else(recurrent):
+    "Four answers to one prompt of 40 tokens: two pages shared by all, each its own copy of the third"
+    memory = build(recurrent)
+    parent = Sequence(memory, words(40)).run()
+    leases = [memory.fork(parent.lease, parent.tokens[:40]) for _ in range(3)]
+    assert memory.free_slots == 0 and memory.fork(parent.lease, parent.tokens[:40]) is None
+    assert memory.num_pages - memory.free_pages == 2 + 4
+    for i, lease in enumerate([parent.lease, *leases]):
+        tokens = parent.tokens[:40]
+        for j in range(10):
+            tokens.append((i + j) % VOCAB)
+            assert memory.extend(lease, len(tokens))
+            assert int(memory.runner.submit(Batch.of(tokens[-1:], len(tokens) - 1, lease.slot)).logits[0].argmax()) == said(tuple(tokens), recurrent)
+    memory.check()
+
+def test_limits():
+    "Fault G5: a request that can never fit waited for ever. Too long is an error with both numbers; the longest that fits is taken even when the cache is full"
+    memory = build(pages=6, context=512)
+    assert memory.capacity == 96
+    with pytest.raises(ValueError, match='97.*96'): memory.open(np.zeros(97, np.int32))
+    with pytest.raises(ValueError, match='0 tokens'): memory.open(np.zeros(0, np.int32))
+    for seed, length in enumerate((95, 60, 96, 95, 96)):
+        sequence = Sequence(memory, words(length, seed % 2))
+        assert sequence.lease is not None
+        sequence.run(chunk=40)
+        if length == 96:
+            with pytest.raises(ValueError, match='97 positions.*96'): memory.extend(sequence.lease, 97)
+        sequence.close()
+        assert memory.usable_pages == 6
+    with pytest.raises(ValueError, match='closed before'): sequence.close()
+
+def test_room_is_refused_and_comes_back():
+    "open and extend say no without taking anything; a sequence that ends makes room"
+    memory = build(pages=6, slots=4, context=512)
+    a, b = Sequence(memory, words(40)).run(), Sequence(memory, words(20, 2)).run()
+    before = memory.stats()
+    assert memory.open(np.array(words(3, 3))) is None and memory.stats() == before                  # 5 pages are held: one for the prompt, none for what follows
+    assert memory.extend(a.lease, 64) and not memory.extend(b.lease, 33) and memory.usable_pages == 0
+    a.close()
+    assert memory.extend(b.lease, 33) and memory.open(np.array(words(3, 3))) is not None
+    memory.check()
+
+def test_the_least_recently_used_leaf_goes_first_and_nothing_that_is_held():
+    memory = build(pages=12, slots=3)
+    texts = [words(48, seed) for seed in range(3)]
+    for text in texts: Sequence(memory, text).run().close()
+    Sequence(memory, texts[0]).run().close()                                                        # used again: the second one is the oldest
+    held = Sequence(memory, texts[2])
+    memory.kv.drop(memory._take(5))                                                                 # 2 are free, so 3 must go
+    cached = [memory.cache.match(np.array(t).astype('>i4').tobytes()).position for t in texts]
+    assert [n // PAGE * PAGE for n in cached] == [48, 0, 48], cached
+    memory.kv.drop(memory._take(memory.usable_pages))
+    assert memory.cache.match(np.array(texts[0]).astype('>i4').tobytes()).position < PAGE
+    held.run(new=2)
+    memory.check()
+
+def test_idle_pages_behind_a_leaf_that_is_held_can_be_had():
+    "Two sequences compute one prompt at the same time; the tree has the first one's pages and, behind them, one of the second's. When the first has ended, its pages must be usable"
+    memory = build(pages=8, slots=2)
+    text = words(32)
+    a, b = Sequence(memory, text), Sequence(memory, text + words(16, 2))
+    a.run(), b.run()
+    a.close()
+    memory.checkpoint(b.lease, b.tokens[:48])
+    assert memory.free_pages == 3 and memory.usable_pages == 5
+    pages = memory._take(5)
+    assert pages is not None and memory.free_pages == 0
+    memory.kv.drop(pages)
+    memory.check()
+    b.run(new=3)
+
+def test_a_snapshot_may_go_while_its_pages_stay():
+    memory = build(recurrent=True, snapshot_bytes=32)                                               # room for two
+    for seed in range(4): Sequence(memory, words(40, seed)).run().close()
+    stats = memory.stats()
+    assert (stats['snapshots'], stats['snapshot_bytes'], stats['snapshot_evictions']) == (2, 32, 2)
+    assert [Sequence(memory, words(40, seed) + [1]).lease.cached for seed in range(4)] == [0, 0, 40, 40]
+    none = build(recurrent=True, snapshot_bytes=0)
+    Sequence(none, words(40), marks=[20]).run().close()
+    assert none.stats()['snapshots'] == 0 and Sequence(none, words(40) + [1]).lease.cached == 0
+
+def test_without_a_cache_everything_comes_back():
+    memory = build(prefix_cache=False)
+    for _ in range(2):
+        sequence = Sequence(memory, words(40))
+        assert sequence.lease.cached == 0
+        sequence.run(new=2).close()
+    assert memory.free_pages == memory.num_pages and memory.stats()['hits'] == memory.stats()['misses'] == 0
+
+
+@both
+@pytest.mark.parametrize('disk', [False, True], ids=['memory', 'disk'])
+def test_what_was_spilled_comes_back_bit_for_bit(recurrent, disk, tmp_path):
+    memory = build(recurrent, pages=10, snapshot_bytes=16, spill=HostSpill(100_000, tmp_path if disk else None))
+    texts = [words(60 + seed, seed) for seed in range(4)]
+    before = {}
+    for text in texts:
+        sequence = Sequence(memory, text).run()
+        before[tuple(text)] = [memory.runner.read_page(p).tobytes() for p in sequence.lease.pages[:3]], memory.runner.read_state(sequence.lease.slot).tobytes()
+        sequence.close()
+    assert memory.stats()['spills'] > 5 and memory.stats()['restores'] == 0
+    for text in texts:
+        sequence = Sequence(memory, text + [3])
+        assert sequence.lease.cached == len(text)
+        assert [memory.runner.read_page(p).tobytes() for p in sequence.lease.pages[:3]] == before[tuple(text)][0] and memory.runner.read_state(sequence.lease.slot).tobytes() == before[tuple(text)][1]
+        sequence.run(new=2).close()
+        poison(memory); memory.check()
+    assert memory.stats()['restores'] > 5 and list(tmp_path.iterdir()) == []                        # the file has no name, so nothing is left when the process dies
+
+@both
+def test_a_disk_that_fails_costs_time_and_nothing_else(recurrent, tmp_path):
+    spill = HostSpill(100_000, tmp_path)
+    memory = build(recurrent, pages=10, snapshot_bytes=16, spill=spill)
+    texts = [words(60, seed) for seed in range(4)]
+    for text in texts: Sequence(memory, text).run().close()
+    spill.file.seek(0)
+    spill.file.write(bytes(spill._end // 2)), spill.file.flush()
+    for text in texts: Sequence(memory, text + [3]).run(new=2).close(); memory.check()
+    assert memory.stats()['damaged'] > 0
+    spill.file.close()                                                                              # from now on every read and write fails
+    for text in texts: Sequence(memory, text + [4]).run(new=2).close(); memory.check()
+
+def test_a_runner_that_fails_midway_leaves_the_counts_right():
+    memory = build(recurrent=True)
+    Sequence(memory, words(40)).run().close()
+    for name in ('copy_page', 'write_state', 'reset'):
+        def fail(*args): raise OSError('device lost')
+        setattr(memory.runner, name, fail)
+        with pytest.raises(OSError, match='device lost'): memory.open(np.array(words(40) + [1]))
+        delattr(memory.runner, name)
+        memory.check()
+        assert memory.usable_pages == memory.num_pages and memory.free_slots == memory.num_slots, name
+    Sequence(memory, words(40) + [1]).run(new=2)
+
+def test_a_conversation_of_thousands_of_blocks_can_be_forgotten():
+    "Recursion over a chain of blocks ends at Python's limit"
+    memory = build(pages=2100, slots=1, context=2100 * PAGE)
+    text = np.random.default_rng(0).integers(0, VOCAB, 2000 * PAGE)
+    lease = memory.open(text)
+    assert memory.extend(lease, len(text))
+    memory.runner.set_length(lease.slot, len(text))
+    memory.close(lease, text)
+    assert memory.stats()['blocks'] == 2000
+    memory.clear()
+    assert memory.free_pages == 2100
+
+
+def talk(memory, seeds=range(3)):
+    for seed in seeds: Sequence(memory, words(30)[:20] + words(40, seed), marks=[20, 33]).run(new=3).close()
+
+@both
+def test_a_restart_keeps_everything(recurrent, tmp_path):
+    memory = build(recurrent)
+    talk(memory)
+    running = Sequence(memory, words(50, 9)).run()                                                  # saving disturbs nobody
+    memory.save(tmp_path/'cache')
+    running.run(new=2)
+    again = build(recurrent)
+    assert again.load(tmp_path/'cache') == again.stats()['blocks'] > 9 and again.free_pages == again.num_pages and again.stats()['restores'] == 0
+    for seed in range(3):
+        text = words(30)[:20] + words(40, seed)
+        sequence = Sequence(again, text + [3])
+        assert sequence.lease.cached == (33 if recurrent else 60)
+        sequence.run(new=2).close()
+    again.check()
+    again.save(tmp_path/'cache')                                                                    # over the file that it still reads from
+    third = build(recurrent)
+    third.load(tmp_path/'cache')
+    assert Sequence(third, words(30)[:20] + words(40, 1) + [3]).run(new=1).lease.cached == 60                    # on the second one, 60 was discovered
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['cache']
+    from safetensors import safe_open
+    with safe_open(tmp_path/'cache', 'np') as file: assert file.metadata()['page'] == '16' and file.get_tensor('pages').shape[1] == memory.runner.page_bytes
+
+def test_a_budget_keeps_what_was_used_last(tmp_path):
+    memory = build()
+    talk(memory)
+    Sequence(memory, words(30)[:20] + words(40, 1)).run().close()
+    memory.save(tmp_path/'cache', budget_bytes=4 * memory.runner.page_bytes)
+    again = build()
+    assert again.load(tmp_path/'cache') == 4
+    assert [again.open(np.array(words(30)[:20] + words(40, seed) + [1])).cached for seed in range(3)] == [20, 60, 20]
+
+def test_another_model_is_refused_and_both_are_named(tmp_path):
+    "A cache of another model gives fluent nonsense"
+    memory = build()
+    talk(memory)
+    memory.save(tmp_path/'cache')
+    other = ModelMemory(ToyRunner(VOCAB, seed=7).load(max_context=256, num_slots=4, num_pages=64))
+    with pytest.raises(UnsupportedError, match='fingerprint.*seed=0.*seed=7'): other.load(tmp_path/'cache')
+    changed = build()
+    changed.runner.kv_type = 'int8'
+    with pytest.raises(UnsupportedError, match="kv_type is 'u64' there and 'int8' here"): changed.load(tmp_path/'cache')
+    changed.runner.kv_type = 'u64'
+    larger = (tmp_path/'cache').read_bytes().replace(b'"page": "16"', b'"page": "32"')
+    (tmp_path/'larger').write_bytes(larger)
+    with pytest.raises(UnsupportedError, match="page is '32' there and '16' here"): changed.load(tmp_path/'larger')
+    recurrent = build(recurrent=True)
+    with pytest.raises(UnsupportedError, match='fingerprint'): recurrent.load(tmp_path/'cache')
+    unknown = build()
+    unknown.fingerprint = None
+    with pytest.raises(UnsupportedError, match='no fingerprint'): unknown.save(tmp_path/'x')
+    for m in (other, changed, recurrent): m.check(); assert m.stats()['blocks'] == 0
+
+@both
+def test_a_damaged_file_does_no_harm(recurrent, tmp_path):
+    "Cut anywhere, or one byte wrong: refused whole, or the damaged block alone is computed anew. Never a wrong token, and never another error"
+    memory, path = build(recurrent), tmp_path/'cache'
+    talk(memory)
+    memory.save(path)
+    good, refused, rng = path.read_bytes(), 0, np.random.default_rng(0)
+    spoiled = [good[:n] for n in (0, 7, 8, 100, len(good) // 2, len(good) - 1)] + [good + b'x']
+    for place in rng.integers(0, len(good), 120).tolist(): spoiled.append(good[:place] + bytes([good[place] ^ 1 << int(rng.integers(8))]) + good[place + 1:])
+    for data in spoiled:
+        path.write_bytes(data)
+        victim = build(recurrent)
+        Sequence(victim, words(44, 8)).run().close()
+        try: victim.load(path)
+        except (FormatError, UnsupportedError) as error: refused, _ = refused + 1, str(error).index('cache')
+        victim.check()
+        for seed in range(3): Sequence(victim, words(30)[:20] + words(40, seed) + [3]).run(new=1).close()
+        assert Sequence(victim, words(44, 8) + [1]).lease.cached == 44
+        victim.check()
+    assert 10 < refused < len(spoiled)
+
+def test_a_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
+    memory = build()
+    talk(memory)
+    memory.save(tmp_path/'cache')
+    old = (tmp_path/'cache').read_bytes()
+    Sequence(memory, words(50, 7)).run().close()
+    monkeypatch.setattr(memory.runner, 'read_page', lambda page: 1 / 0)
+    with pytest.raises(ZeroDivisionError): memory.save(tmp_path/'cache')
+    assert (tmp_path/'cache').read_bytes() == old and [p.name for p in tmp_path.iterdir()] == ['cache']
+
+
 def search(examples, **more): run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), **more))
 
 def test_any_order_of_events(): search(120)

@@ -77,7 +77,7 @@ def _write(self: HostSpill, piece, data):
         self.file.seek(offset)
         self.file.write(memoryview(np.ascontiguousarray(data)))
         self.file.flush()
-    except OSError:
+    except (OSError, ValueError):                                        # the second: the file is closed
         self.failures += 1
         if offset < self._end: self._holes[piece.nbytes].append(offset)
         return False
@@ -89,6 +89,6 @@ def _load(self: HostSpill, piece):
     try:
         self.file.seek(piece.offset)
         data = np.frombuffer(self.file.read(piece.nbytes), np.uint8)
-    except OSError as error: raise Lost(f'the spill file cannot be read: {error}') from None
+    except (OSError, ValueError) as error: raise Lost(f'the spill file cannot be read: {error}') from None
     if len(data) != piece.nbytes or zlib.crc32(data) != piece.check: raise Lost('the spill file gives other bytes than were written to it')
     return data

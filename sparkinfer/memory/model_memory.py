@@ -115,10 +115,14 @@ def _begin(self: ModelMemory, data, found):
     finally: self.kv.drop(held)
     slot = self.slots.take()
     lease = self.leases[slot] = Lease(slot, found.position, [], runner.lengths, keep, data, found.path[-1] if found.path else self.cache.root, blocks)
-    runner.block_tables[slot, :len(keep)] = keep
-    runner.reset(slot)
-    if found.position: runner.set_length(slot, found.position)
-    if state is not None: runner.write_state(slot, state)
+    try:
+        runner.block_tables[slot, :len(keep)] = keep
+        runner.reset(slot)
+        if found.position: runner.set_length(slot, found.position)
+        if state is not None: runner.write_state(slot, state)
+    except BaseException:
+        self._release(lease)
+        raise
     if found.position: self.cache.touch(tail or lease.node, found.snapshot)
     return lease
 
@@ -233,12 +237,15 @@ def close(self: ModelMemory, lease: Lease, tokens, publish=True):
     try:
         length = min(lease.length, len(tokens))
         if publish and self.enabled and length: self._publish_all(lease, encode(tokens[:length]), self.recurrent and length == lease.length, copy=False)
-    finally:
-        del self.leases[lease.slot]
-        self.kv.drop(lease.pages)
-        self.runner.block_tables[lease.slot] = 0
-        self.runner.reset(lease.slot)
-        self.slots.give(lease.slot)
+    finally: self._release(lease)
+
+@patch
+def _release(self: ModelMemory, lease):
+    del self.leases[lease.slot]
+    self.kv.drop(lease.pages)
+    self.slots.give(lease.slot)
+    self.runner.block_tables[lease.slot] = 0
+    self.runner.reset(lease.slot)
 
 @patch
 def clear(self: ModelMemory):
