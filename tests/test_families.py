@@ -2,7 +2,7 @@
 
 The plain forward pass must agree to 1e-4, the fast one to 1e-3 with float32 weights, whatever the cuts in which a text reaches it, from the folder and from the GGUF file that `models.convert` makes of it. llama.cpp, where it is installed, reads the same file.
 """
-import importlib.util, json
+import importlib.util, json, subprocess, sys
 from dataclasses import replace
 from functools import lru_cache
 
@@ -290,3 +290,9 @@ def test_a_number_that_is_none(tmp_path, where, gguf_file):
         write_gguf(tmp_path/'damaged.gguf', good.metadata, good.tensors | {where: spoilt})
     parts = open_model(tmp_path/'damaged.gguf')
     with parts.checkpoint, pytest.raises(SparkinferError, match=f'damaged: .*{where} is the first tensor'): load_runner(parts, 64, 1, 'spec')
+
+@pytest.mark.parametrize('command', ['bench', 'warmup'])
+def test_a_folder_without_a_tokenizer(command):
+    "One line that says which file is missing and what writes it"
+    done = subprocess.run([sys.executable, '-m', 'sparkinfer', command, str(TINY/'qwen3')], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith('error: ') and 'no tokenizer.json' in done.stderr and done.stderr.count('\n') == 1, done.stderr
