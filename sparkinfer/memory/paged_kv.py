@@ -43,13 +43,15 @@ class PagedKV:
 
     def hold(self, pages):
         "One more holder for each of `pages`. ValueError for a free one: its content is anybody's."
+        counts = self.counts
         for page in pages:
-            if self.counts[page] < 1: raise ValueError(f'page {page} is free and cannot be held')
-            self.counts[page] += 1
+            if (n := counts[page]) < 1: raise ValueError(f'page {page} is free and cannot be held')
+            counts[page] = n + 1
 
     def drop(self, pages):
         "One holder less for each of `pages`; those that nobody holds any more are free. ValueError for a free one."
+        counts = self.counts
         for page in pages:
-            if self.counts[page] < 1: raise ValueError(f'page {page} is free and cannot be dropped')
-            self.counts[page] -= 1
-            if self.counts[page] == 0: self._free.append(page)
+            if (n := counts[page]) < 1: raise ValueError(f'page {page} is free and cannot be dropped')
+            counts[page] = n - 1
+            if n == 1: self._free.append(page)
