@@ -457,6 +457,8 @@ def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads
     tables = [f'{os.path.basename(str(path))}, {threads} threads, {"over HTTP" if http else "in process"}; times in ms', summary_table(lines)]
     if versus: tables.append(text_table(['requests', 'ours tok/s', 'theirs tok/s', 'ratio', 'against'], [[v['what'], f"{v['ours_tok_s']:.1f}", f"{v['theirs_tok_s']:.1f}", f"{v['ratio']:.2f}", v['against']] for v in versus]))
     tables += [make(rows) for make, rows in ((prefix_table, prefixes), (targets_table, promised)) if rows]
+    least = min((l['cores'] for l in lines if l['cores']), default=threads)
+    if least < 0.75 * threads: tables.append(f'WARNING: a server had {least:.2f} cores where it could use {threads}: other programs were running, and these figures say little')
     if http: tables.append(f"the client used {100 * max(l['client_cpu'] for l in lines):.1f} % of a core at most")
     record = dict(file=os.path.basename(str(path)), threads=threads, runner=runner, http=http, rounds=rounds, bench_seconds=round(time.perf_counter() - began, 1), lines=lines, comparison=versus, prefix=prefixes, targets=promised)
     if compare: record |= dict(peer='xllamacpp', peer_version=found['peer_version'], pinned=LLAMA_PIN, flash=found['flash'])
