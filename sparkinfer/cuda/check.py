@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['SCALARS', 'scalars', 'warp', 'matrix_products', 'TINY_SHAPES', 'FULL_SHAPES', 'SHAPES', 'read_all', 'MODELS',
-           'VOCABULARY', 'KEY_HEADS', 'DELTA_DIM', 'HEAD_DIM', 'ROPE_DIM', 'TAPS', 'INTERVAL', 'SPREADS', 'LAUNCHES',
-           'CHECKS', 'check_instructions', 'check_warp', 'check_matrix_products', 'linear_spec', 'random_matrix',
-           'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_experts', 'check_delta',
-           'check_attention', 'check_ends', 'noise', 'time_gemv', 'read_rate', 'gpu_record', 'bench_linear',
-           'noise_matrix', 'Walk', 'bench_step', 'compile_all', 'main']
+           'VOCABULARY', 'KEY_HEADS', 'DELTA_DIM', 'HEAD_DIM', 'ROPE_DIM', 'TAPS', 'INTERVAL', 'SPREADS', 'TUNE',
+           'PARTS', 'LAUNCHES', 'CHECKS', 'check_instructions', 'check_warp', 'check_matrix_products', 'linear_spec',
+           'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_fused',
+           'check_experts', 'check_delta', 'check_attention', 'check_ends', 'noise', 'time_gemv', 'read_rate',
+           'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table', 'bench_step',
+           'compile_all', 'main']
 
 # %% ../../nbs/cuda/90_check.ipynb #b6083cd9
 import argparse, json, sys, time
@@ -23,8 +24,9 @@ from ..ops.gated_deltanet import causal_conv_spec, delta_gates_spec, gated_delta
 from ..ops.moe_routing import route_spec
 from ..ops.norm_rope import rms_norm_spec
 from .attention import PAGE, attend_kernel, combine_kernel, rope_table
+from .fused import fat_gemv, fat_kernel, fat_rule
 from .gated_deltanet import delta_step_kernel
-from .moe_routing import experts_down_kernel, experts_up_kernel
+from .moe_routing import experts_down_kernel, experts_up_kernel, router_blocks, router_kernel
 from .graphs import Buffer, CudaError, Graph, Kernel, checked, driver, replay_seconds
 from .linear import KINDS, PACKERS, Matrix, embed, gemv, gemv_arguments, gemv_kernel, kind_of, pack, plane_bytes, prepare, quantize_rows, quantize_spec, record_bytes, records_spec
 from .sampling import best_of_all, greedy
@@ -32,7 +34,7 @@ from .ptx import *
 from .ptx import SIMULATED, TWINS, shared_address
 
 # %% ../../nbs/cuda/90_check.ipynb #3a997556
-SCALARS = ('dp4a', 'byte_permute', 'shift_right', 'shift_left', 'bits_and', 'bits_or', 'bits_xor', 'half_to_float', 'float_to_half', 'float_to_bf16', 'round_to_int', 'e4m3_to_halves', 'floats_to_e4m3', 'fma_halves', 'exp2')
+SCALARS = ('dp4a', 'byte_permute', 'shift_right', 'shift_left', 'bits_and', 'bits_or', 'bits_xor', 'half_to_float', 'float_to_half', 'float_to_bf16', 'floats_to_halves', 'round_to_int', 'e4m3_to_halves', 'floats_to_e4m3', 'fma_halves', 'exp2')
 
 def _scalars(operands, out):
     at = operands + 4 * np.int64(cuda.threadIdx.x)
@@ -48,11 +50,12 @@ def _scalars(operands, out):
     store_f32(to + 896, half_to_float(low))
     store_u32(to + 1024, np.uint32(float_to_half(x)))
     store_u32(to + 1152, np.uint32(float_to_bf16(x)))
-    store_u32(to + 1280, np.uint32(round_to_int(x)))
-    store_u32(to + 1408, e4m3_to_halves(low))
-    store_u32(to + 1536, np.uint32(floats_to_e4m3(x, y)))
-    store_u32(to + 1664, fma_halves(a, b, c))
-    store_f32(to + 1792, exp2(x * np.float32(.01)))
+    store_u32(to + 1280, floats_to_halves(x, y))
+    store_u32(to + 1408, np.uint32(round_to_int(x)))
+    store_u32(to + 1536, e4m3_to_halves(low))
+    store_u32(to + 1664, np.uint32(floats_to_e4m3(x, y)))
+    store_u32(to + 1792, fma_halves(a, b, c))
+    store_f32(to + 1920, exp2(x * np.float32(.01)))
 
 scalars = Kernel(_scalars, types.int64, types.int64, name='check_scalars')
 
@@ -68,7 +71,7 @@ def check_instructions(rng):
     scalars.launch(1, 32, operands.address, out.address)
     got = dict(zip(SCALARS, out.read(np.uint32, (len(SCALARS), 32))))
     low, count = a & 0xffff, b & 31
-    given = dict(dp4a=(a, b, [5] * 32), byte_permute=(a, b, c), shift_right=(a, count), shift_left=(a, count), half_to_float=(low,), float_to_half=(x,), float_to_bf16=(x,), round_to_int=(x,), e4m3_to_halves=(low,), floats_to_e4m3=(x, y), fma_halves=(a, b, c), exp2=(x * np.float32(.01),))
+    given = dict(dp4a=(a, b, [5] * 32), byte_permute=(a, b, c), shift_right=(a, count), shift_left=(a, count), half_to_float=(low,), float_to_half=(x,), float_to_bf16=(x,), floats_to_halves=(x, y), round_to_int=(x,), e4m3_to_halves=(low,), floats_to_e4m3=(x, y), fma_halves=(a, b, c), exp2=(x * np.float32(.01),))
     for name in SCALARS:
         want = [TWINS[name](*operand) for operand in zip(*given.get(name, (a, b)))]
         bits = np.array([np.asarray(v).reshape(1).view({2: np.uint16, 4: np.uint32}[np.asarray(v).itemsize])[0] for v in want], np.uint32)
@@ -109,32 +112,37 @@ def check_warp(rng):
     for i, expected in enumerate(want): np.testing.assert_array_equal(got[i].view(np.int32) if i in (3, 5) else got[i], np.broadcast_to(expected, 32), err_msg=f'row {i}')
     return '8 exchanges'
 
-def _matrix_products(a, b, out, out_int):
+def _matrix_products(a, b, out, out_int, out_half):
     lane = np.int64(cuda.threadIdx.x)
     g, t = lane >> 2, lane & 3
     row, other, column = a + 32 * g + 4 * t, a + 32 * (g + 8) + 4 * t, b + 32 * g + 4 * t
     a0, a1, a2, a3, b0, b1 = load_u32(row), load_u32(other), load_u32(row + 16), load_u32(other + 16), load_u32(column), load_u32(column + 16)
     c = mma_bf16(a0, a1, a2, a3, b0, b1, np.float32(1), np.float32(1), np.float32(1), np.float32(1))
     d = mma_int8(a0, a1, a2, a3, b0, b1, np.int32(1), np.int32(1), np.int32(1), np.int32(1))
+    e = mma_f16(a0, a1, a2, a3, b0, b1, np.float32(1), np.float32(1), np.float32(1), np.float32(1))
     for i in range(2):
         at = 4 * (8 * (g + 8 * i) + 2 * t)
         store_f32x2(out + at, c[2 * i], c[2 * i + 1])
+        store_f32x2(out_half + at, e[2 * i], e[2 * i + 1])
         store_u32(out_int + at, np.uint32(d[2 * i]))
         store_u32(out_int + at + 4, np.uint32(d[2 * i + 1]))
 
-matrix_products = Kernel(_matrix_products, *[types.int64] * 4, name='check_mma')
+matrix_products = Kernel(_matrix_products, *[types.int64] * 5, name='check_mma')
 
 def check_matrix_products(rng):
     "A tile of 16 × 16 bfloat16 numbers, and the same bytes as 16 × 32 signed bytes, by the tensor cores"
     bits = [(rng.normal(0, 1, (n, 16)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for n in (16, 8)]
-    out, out_int = Buffer(512, fill=0xff), Buffer(512, fill=0xff)
+    bits = [b & 0xbfff | 0x2000 for b in bits]                                        # as halves too, moderate numbers
+    out, out_int, out_half = (Buffer(512, fill=0xff) for _ in range(3))
     given = [Buffer.of(b) for b in bits]                                             # kept: a buffer that nobody holds is freed, and the next one gets its address
-    matrix_products.launch(1, 32, given[0].address, given[1].address, out.address, out_int.address)
+    matrix_products.launch(1, 32, given[0].address, given[1].address, out.address, out_int.address, out_half.address)
     A, B = ((m.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for m in bits)
     np.testing.assert_allclose(out.read(np.float32, (16, 8)), A @ B.T + 1, atol=1e-5)
+    A, B = (m.view(np.float16).astype(np.float64) for m in bits)
+    np.testing.assert_allclose(out_half.read(np.float32, (16, 8)), A @ B.T + 1, atol=1e-5)
     A, B = (m.view(np.int8).astype(np.int64) for m in bits)
     np.testing.assert_array_equal(out_int.read(np.int32, (16, 8)), A @ B.T + 1)
-    return 'bfloat16 and int8'
+    return 'bfloat16, halves and int8'
 
 # %% ../../nbs/cuda/90_check.ipynb #4cf8bf53
 def linear_spec(type_name, blocks, rows, columns, x, factor=1.0):
@@ -209,6 +217,33 @@ def check_stages(rng):
         assert error < (3e-6 if type_name == 'F32' else 1e-3), f'{type_name} {rows} × {columns} {stage}: relative error {error:.1e}'
     return f'norm, gated, quantize, add: largest relative error {worst:.1e}'
 
+# %% ../../nbs/cuda/90_check.ipynb #23c0fbb8
+def check_fused(rng):
+    "`fat_gemv` with every stage against the specs, poisoned answers, memory behind them untouched"
+    worst = 0.
+    cases = [('Q8_0', 5, 256, 2, 'norm', {}), ('Q4_K', 7, 512, 1, 'gated', dict(add=True)), ('Q6_K', 3, 256, 1, 'quantize', dict(buffers=2, blocks=1, block=32))] if SIMULATED else [
+        ('Q8_0', 12353, 2048, 1, 'norm', {}), ('Q8_0', 2047, 4096, 1, 'gated', dict(add=True)), ('Q4_K', 1301, 5120, 1, 'norm', dict(blocks=7)), ('Q4_K', 5119, 6144, 1, 'gated', dict(add=True)), ('Q6_K', 301, 5120, 3, 'norm', dict(rows_each=2, chunk=2)),
+        ('Q5_K', 77, 768, 8, 'quantize', dict(add=True)), ('Q8_0', 515, 2048, 8, 'norm', dict(block=256)), ('NVFP4', 515, 1024, 2, 'copy', {}), ('Q4_0', 131, 17408, 1, 'quantize', {}), ('Q8_0', 37, 4096, 4, 'gated', dict(rows_each=2)), ('Q4_K', 5119, 5120, 1, 'norm', dict(blocks=33, buffers=2)), ('Q8_0', 12353, 2048, 1, 'norm', dict(rows_each=1, buffers=2, block=256))]
+    for type_name, rows, columns, tokens, stage, options in cases:
+        blocks, factor = random_matrix(type_name, rows, columns, rng)
+        x, z = ((rng.normal(0, 2, (tokens, columns)) * np.exp(rng.normal(0, .5, (1, columns)))).astype(np.float32) for _ in range(2))
+        weight, h = rng.normal(1, .2, 128 if stage == 'gated' else columns).astype(np.float32), rng.normal(0, 2, (tokens, rows)).astype(np.float32)
+        squares = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-6)
+        inner, outer = dict(quantize=lambda: (x, 1), copy=lambda: (x, 1), norm=lambda: (x * weight, squares), gated=lambda: (gated_norm_spec(x.reshape(tokens, -1, 128), z.reshape(tokens, -1, 128), weight, 1e-6).reshape(tokens, columns), 1))[stage]()
+        product = linear_spec(type_name, blocks, rows, columns, inner.astype(np.float32), factor) * outer
+        add = options.get('add', False)
+        y = np.full(tokens * (rows + 3) + 64, np.nan, np.float32)
+        if add: y[:tokens * (rows + 3)].reshape(tokens, rows + 3)[:, :rows] = h
+        matrix, given = Matrix.from_file(type_name, blocks, rows, columns, factor), [Buffer.of(a) for a in (records_spec(x) if stage == 'copy' else x, z, weight, y)]
+        fat_gemv(matrix, given[0].address, given[3].address, rows + 3, tokens, stage, given[2].address, given[1].address, dependent=False, ahead=(matrix.buffer.address, matrix.nbytes // 16 * 16), **options)
+        everything = given[3].read(np.float32, len(y))
+        got = everything[:tokens * (rows + 3)].reshape(tokens, rows + 3)
+        assert np.isnan(got[:, rows:]).all() and np.isnan(everything[tokens * (rows + 3):]).all(), 'wrote past the end of a row'
+        error = np.linalg.norm(got[:, :rows] - product - (h if add else 0)) / np.linalg.norm(product)
+        worst = max(worst, error)
+        assert error < 1e-3, f'{type_name} {rows} × {columns}, {tokens} tokens, {stage} {options}: relative error {error:.1e}'       # a value next to the middle of two integers may go to either
+    return f'{len(cases)} cases: largest relative error {worst:.1e}'
+
 # %% ../../nbs/cuda/90_check.ipynb #5fca4d2f
 def check_experts(rng):
     "Scores to residual stream, by the three kernels, against `moe_spec` and `shared_expert_spec` on the decoded weights with the activations rounded as the kernels round them. Two scores are made equal"
@@ -230,23 +265,29 @@ def check_experts(rng):
     middles = np.array([[swiglu(pair, xr[t]) for pair in experts_of[t]] for t in range(tokens)])
     matrices = [Matrix.from_file(*m) for m in ((up_type, stack, experts * 2 * width, hidden), ('Q8_0', shared_up, 2 * width, hidden), (down_type, stack_down, experts * hidden, width), ('Q8_0', shared_down, hidden, width), ('F32', router.view(np.uint8), experts + 1, hidden))]
     stream, norm = Buffer.of(h), Buffer.of(weight)
-    scores, chosen_ids, shares, middle = (Buffer(4 * tokens * n, fill=0xff) for n in (experts + 1, chosen, chosen, (chosen + 1) * width))
-    record = Buffer(tokens * record_bytes(hidden), fill=0xff)
-    gemv(matrices[4], stream.address, scores.address, tokens=tokens, stage='norm', weight=norm.address, gate=record.address)
-    experts_up_kernel(up_type, 'Q8_0', hidden, width, experts, chosen, width).launch(tokens * (chosen + 1) * width // 4, 128, *matrices[0].addresses, *matrices[1].addresses, record.address, scores.address, chosen_ids.address, shares.address, middle.address, dependent=True)
-    experts_down_kernel(down_type, 'Q8_0', hidden, width, experts, chosen, width).launch(rows // 4 * tokens, 128, *matrices[2].addresses, *matrices[3].addresses, middle.address, chosen_ids.address, shares.address, scores.address, stream.address, dependent=True)
+    scores, chosen_ids, shares = (Buffer(4 * tokens * n, fill=0xff) for n in (experts + 1, chosen, chosen))
+    middle, group = Buffer(tokens * (chosen + 1) * record_bytes(width), fill=0xff), 1 if SIMULATED else 3
+    router_kernel('Q8_0', hidden, width, experts, chosen, width, group).launch(router_blocks(width, experts, width, tokens, group), 512, matrices[4].addresses[0], norm.address, *matrices[1].addresses, stream.address, scores.address, middle.address, matrices[2].buffer.address, 4096)
+    experts_up_kernel(up_type, hidden, width, experts, chosen, down=None if SIMULATED else down_type).launch(tokens * chosen * width // 32, 512, *matrices[0].addresses, norm.address, stream.address, scores.address, chosen_ids.address, shares.address, middle.address, *matrices[2].addresses[:3], dependent=True)
+    experts_down_kernel(down_type, 'Q8_0', hidden, width, experts, chosen, width).launch(rows // 8 * tokens, 256, *matrices[2].addresses, *matrices[3].addresses, middle.address, chosen_ids.address, shares.address, scores.address, stream.address, matrices[0].buffer.address, 4096, dependent=True)
+    np.testing.assert_allclose(scores.read(np.float32, (tokens, experts + 1)), x @ router.T, atol=2e-5)
     np.testing.assert_array_equal(chosen_ids.read(np.int32, (tokens, chosen)), ids)
     np.testing.assert_allclose(shares.read(np.float32, (tokens, chosen)), weights, rtol=1e-5)
-    seen = middle.read(np.float32, middles.shape)
+    stride = record_bytes(width)
+    raw = middle.read(np.uint8, (tokens, chosen + 1, stride))                        # bytes of both halves of the runs, then scales and sums
+    codes = raw[..., :width].view(np.int8).reshape(tokens, chosen + 1, 2, width // 32, 16).transpose(0, 1, 3, 2, 4).reshape(tokens, chosen + 1, width)
+    runs = raw[..., width:width + width // 4].copy().view(np.float32).reshape(tokens, chosen + 1, -1, 2)
+    np.testing.assert_allclose(runs[..., 1], runs[..., 0] * codes.reshape(*runs.shape[:3], 32).sum(-1, dtype=np.int32), rtol=1e-5, atol=1e-12)
+    seen = codes * np.repeat(runs[..., 0].astype(np.float64), 32, axis=-1)
     error_up = np.linalg.norm(seen - middles) / np.linalg.norm(middles)
     for t in range(tokens):                                                          # from the middles that the kernel made, so that a value rounded to the other side does not count twice
-        y = rounded(seen[t])
+        y = seen[t]
         for e, w, v in zip(ids[t], weights[t], y): want[t] += w * (D[e] @ v)
         want[t] += 1 / (1 + np.exp(-x[t] @ router[experts])) * (Ds @ y[-1])
     got = stream.read(np.float32, h.shape)
     np.testing.assert_array_equal(got[:, rows:], h[:, rows:])
     error = np.linalg.norm((got - want)[:, :rows]) / np.linalg.norm((want - h)[:, :rows])
-    assert error_up < 2e-3 and error < 1e-5, f'relative errors {error_up:.1e}, {error:.1e}'
+    assert error_up < 1e-2 and error < 1e-5, f'relative errors {error_up:.1e}, {error:.1e}'
     return f'{tokens} tokens, {chosen} of {experts} experts and a shared one: relative errors {error_up:.1e} in the middle, {error:.1e}'
 
 # %% ../../nbs/cuda/90_check.ipynb #e1b4468e
@@ -259,7 +300,6 @@ def check_delta(rng):
         conv, decay, dt = rng.normal(0, .5, (channels, taps)).astype(np.float32), -np.exp(rng.uniform(-4, 0, Hv)).astype(np.float32), rng.normal(-1, 1, Hv).astype(np.float32)
         x = rng.normal(0, 1, (sequences, steps, channels + 2 * Hv)).astype(np.float32)
         ring, state = np.full((3, taps, channels), np.nan, np.float32), np.full((3, Hv, dk, dv), np.nan, np.float32)
-        ring[slots], state[slots] = 0, 0
         buffers = [Buffer.of(a) for a in (np.ascontiguousarray(conv.T), decay, dt, ring, state, slots)]
         out, kernel = Buffer(4 * sequences * Hv * dv, fill=0xff), delta_step_kernel(Hk, Hv, dk, dv, taps, tiled)
         q, k, v, g, beta, want = [], [], [], [], [], []
@@ -270,7 +310,7 @@ def check_delta(rng):
             want.append(gated_delta_spec(l2_norm_spec(q) * np.float32(dk ** -.5), l2_norm_spec(k), v, g, beta, np.zeros((Hv, dk, dv), np.float32), key_head_table(Hk, Hv, tiled)))
         for t in range(steps):
             given, positions = Buffer.of(x[:, t]), Buffer.of(np.full(sequences, t, np.int32))
-            kernel.launch(sequences * Hv * dv // 32, 2 * dk, given.address, *(b.address for b in buffers), positions.address, out.address, x.shape[2], channels, channels + Hv)
+            kernel.launch(sequences * Hv * dv // 32, 2 * dk, given.address, *(b.address for b in buffers), positions.address, out.address, 0, 0, x.shape[2], channels, channels + Hv)
             got = out.read(np.float32, (sequences, Hv, dv))
             for s in range(sequences): worst = max(worst, np.linalg.norm(got[s] - want[s][0][t]) / np.linalg.norm(want[s][0][t]))
         after = buffers[4].read(np.float32, state.shape)
@@ -282,7 +322,7 @@ def check_delta(rng):
 # %% ../../nbs/cuda/90_check.ipynb #9bb5e149
 def check_attention(rng):
     "Sequences of several lengths in scattered pages, among them one of a single token and one that begins a page; keys and values in halves, as the pages hold them. The new token's key and value must be where the table says, all else untouched"
-    cases = [(2, 1, 32, 16, 3, True, [37])] if SIMULATED else [(16, 2, 256, 64, 64, True, [0, 32, 1000, 4095]), (24, 4, 256, 64, 32, True, [129, 5]), (8, 8, 64, 64, 16, False, [63, 700]), (32, 8, 128, 128, 16, False, [250])]
+    cases = [(2, 1, 64, 16, 2, True, [37])] if SIMULATED else [(16, 2, 256, 64, 64, True, [0, 32, 1000, 4095]), (24, 4, 256, 64, 32, True, [129, 5]), (8, 8, 64, 64, 16, False, [63, 700]), (32, 8, 128, 128, 16, False, [250, 15, 16]), (16, 2, 256, 64, 8, True, [20000])]
     worst = 0.
     for heads, kv_heads, d, rope, splits, gated, lengths in cases:
         width, sequences, shares = d * (2 if gated else 1), len(lengths), heads // kv_heads
@@ -291,13 +331,15 @@ def check_attention(rng):
         weights = rng.normal(1, .2, (2, d)).astype(np.float32) if gated else None
         table = rng.permutation(sequences * pages_each + 3)[:sequences * pages_each].reshape(sequences, pages_each).astype(np.int32)
         keys, values = (rng.normal(0, 1, (sequences * pages_each + 3, kv_heads, PAGE, d)).astype(np.float16) for _ in range(2))
+        for n, position in enumerate(lengths):                                           # nobody has written behind the newest position yet
+            keys[table[n, position // PAGE], :, position % PAGE:], values[table[n, position // PAGE], :, position % PAGE:] = np.nan, np.nan
         angles = rope_table(max(lengths) + 1, rope, 1e6)
         buffers = [Buffer.of(a) for a in (x, weights[0] if gated else np.zeros(d, np.float32), weights[1] if gated else np.zeros(d, np.float32), angles, keys, values, table, np.array(lengths, np.int32))]
         addresses = [b.address if gated or i not in (1, 2) else 0 for i, b in enumerate(buffers)]
-        tops, sums = Buffer(4 * sequences * heads * splits, fill=0xff), Buffer(4 * sequences * heads * splits, fill=0xff)
-        partial, out = Buffer(4 * sequences * heads * splits * d, fill=0xff), Buffer(4 * sequences * heads * d, fill=0xff)
-        attend_kernel(heads, kv_heads, d, rope, splits, gated, gated).launch(sequences * kv_heads * splits, 256, *addresses, tops.address, sums.address, partial.address, x.shape[1], pages_each)
-        combine_kernel(heads, d, splits, gated).launch(sequences * heads, d, tops.address, sums.address, partial.address, buffers[0].address, out.address, x.shape[1], dependent=True)
+        pairs = sequences * kv_heads * splits
+        tops, sums, partial, out = (Buffer(4 * n, fill=0xff) for n in (pairs * 8, pairs * 8, pairs * 8 * d, sequences * heads * d))
+        attend_kernel(heads, kv_heads, d, rope, splits, gated, gated).launch(pairs, 256, *addresses, tops.address, sums.address, partial.address, 0, 0, x.shape[1], pages_each)
+        combine_kernel(heads, kv_heads, d, splits, gated).launch(sequences * kv_heads * d // 8, 256, tops.address, sums.address, partial.address, buffers[0].address, addresses[7], out.address, x.shape[1], dependent=True)
         got, after = out.read(np.float32, (sequences, heads, d)), [buffers[i].read(np.float16, keys.shape) for i in (4, 5)]
         def turned(v, weight, position):
             v = rms_norm_spec(v.astype(np.float64), weight, 1e-6) if weight is not None else v.astype(np.float64)
@@ -318,8 +360,8 @@ def check_attention(rng):
                 want = p / p.sum() @ V[h // shares]
                 if gated: want = want / (1 + np.exp(-q[h, 1].astype(np.float64)))
                 worst = max(worst, np.linalg.norm(got[n, h] - want) / np.linalg.norm(want))
-        assert all(np.array_equal(a, b) for a, b in zip(after, (keys, values))), 'a page that is not this token\'s was written'
-    assert worst < 2e-5, f'relative error {worst:.1e}'
+        assert all(np.array_equal(a.view(np.uint16), b.view(np.uint16)) for a, b in zip(after, (keys, values))), 'a page that is not this token\'s was written'
+    assert worst < 5e-4, f'relative error {worst:.1e}'
     return f'{len(cases)} shapes of heads: relative error {worst:.1e}'
 
 # %% ../../nbs/cuda/90_check.ipynb #17df7d5c
@@ -465,17 +507,21 @@ def noise_matrix(type_name, rows, columns, rng):
     return matrix
 
 # %% ../../nbs/cuda/90_check.ipynb #cadc7a09
+TUNE = dict(splits=0, ahead_delta=0, ahead_attend=0, ahead_router=0, ahead_up=True, ahead_down=.2)      # how a step is launched; `ahead_…`: the share of a later matrix that a kernel asks into the second cache
+
 class Walk:
-    "All memory of one decode step of a model of noise, and `launch(stream)`, which launches it. `tokens` and `positions` are device memory"
-    def __init__(self, model, context, rng, splits=64):
+    "All memory of one decode step of `rows` sequences of a model of noise, and `launch(stream)`, which launches it. `tokens` and `positions` are device memory"
+    def __init__(self, model, context, rng, rows=1, **tune):
         m = self.m = MODELS[model]
-        self.model, self.splits, H, moe = model, splits, m['hidden'], m['experts'] > 0
+        self.tune, self.rows, self.model, H, moe = TUNE | tune, rows, model, m['hidden'], m['experts'] > 0
         floats = lambda *shape, scale=1.: Buffer.of(rng.normal(0, scale, shape).astype(np.float32))
         ones = lambda n: Buffer.of(np.ones(n, np.float32))
         P, Hv, heads, kv = m['projections'], m['value_heads'], m['heads'], m['kv_heads']
+        splits = self.splits = self.tune['splits'] or max(1, 128 // kv // rows)      # a block for each multiprocessor
         self.channels, self.values = 2 * KEY_HEADS * DELTA_DIM + Hv * DELTA_DIM, Hv * DELTA_DIM
         self.delta_rows, self.attention_rows = self.channels + self.values + 2 * Hv, heads * 2 * HEAD_DIM + 2 * kv * HEAD_DIM
-        self.layers, pages = [], -(-context // PAGE)
+        self.layers, self.pages_each = [], -(-context // PAGE)
+        pages = self.pages_each * rows
         for i in range(m['layers']):
             layer = dict(norm=ones(H), ffn_norm=ones(H))
             if (i + 1) % INTERVAL == 0:
@@ -483,106 +529,137 @@ class Walk:
                               keys=Buffer(2 * pages * kv * PAGE * HEAD_DIM, fill=0x11), values=Buffer(2 * pages * kv * PAGE * HEAD_DIM, fill=0x11))
             else:
                 layer |= dict(kind='delta', into=noise_matrix(P, self.delta_rows, H, rng), out=noise_matrix(P, H, self.values, rng), conv=floats(TAPS, self.channels, scale=.5), decay=Buffer.of(-np.exp(rng.uniform(-4, 0, Hv)).astype(np.float32)), dt=floats(Hv),
-                              norm_out=ones(DELTA_DIM), ring=Buffer(4 * TAPS * self.channels, fill=0), state=Buffer(4 * Hv * DELTA_DIM * DELTA_DIM, fill=0))
+                              norm_out=ones(DELTA_DIM), ring=Buffer(4 * rows * TAPS * self.channels, fill=0), state=Buffer(4 * rows * Hv * DELTA_DIM * DELTA_DIM, fill=0))
             if moe: layer |= dict(router=noise_matrix('F32', m['experts'] + 1, H, rng), up=noise_matrix(m['up'], m['experts'] * 2 * m['width'], H, rng), down=noise_matrix(m['down'], m['experts'] * H, m['width'], rng),
                                   shared_up=noise_matrix(m['shared'], 2 * m['width'], H, rng), shared_down=noise_matrix(m['shared'], H, m['width'], rng))
             else: layer |= dict(up=noise_matrix(P, 2 * m['width'], H, rng), down=noise_matrix(m['down'] if i % 2 == 0 else 'Q6_K', H, m['width'], rng))
             self.layers.append(layer)
+        for layer, following in zip(self.layers, self.layers[1:] + [None]): layer['next'] = following['into'] if following else None
         self.embedding, self.head, self.norm = noise_matrix('Q4_K', VOCABULARY, H, rng), noise_matrix('Q6_K', VOCABULARY, H, rng), ones(H)
-        widest = max(self.delta_rows, self.attention_rows, 2 * m['width'], 16 * m['width'] if moe else 0)
-        self.h, self.x, self.mixed, self.record, self.logits = Buffer(4 * H), Buffer(4 * widest), Buffer(4 * max(self.values, heads * HEAD_DIM)), Buffer(2 * widest), Buffer(4 * VOCABULARY)
-        self.scores, self.ids, self.weights = Buffer(4 * 512), Buffer(256), Buffer(256)
-        self.tops, self.sums, self.partial, self.found = Buffer(4 * heads * splits), Buffer(4 * heads * splits), Buffer(4 * heads * splits * HEAD_DIM), Buffer(2048)
+        widest = max(self.delta_rows, self.attention_rows, 2 * m['width'])
+        self.h, self.x, self.mixed, self.record, self.logits = Buffer(4 * H * rows), Buffer(4 * widest * rows), Buffer(4 * max(self.values, heads * HEAD_DIM) * rows), Buffer(2 * widest * rows), Buffer(4 * VOCABULARY * rows)
+        self.scores, self.ids, self.weights, self.middle = Buffer(4 * 512 * rows), Buffer(256 * rows), Buffer(256 * rows), Buffer(16 * record_bytes(m['width']) * rows)
+        self.tops, self.sums, self.partial, self.found = Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits * HEAD_DIM), Buffer(2048 * rows)
         self.angles, self.table = Buffer.of(rope_table(context, ROPE_DIM, 1e7)), Buffer.of(rng.permutation(pages).astype(np.int32))
-        self.tokens, self.slots, self.log = Buffer.of(np.array([7], np.int32)), Buffer.of(np.zeros(1, np.int32)), Buffer(4 * 1024, fill=0xff)
-        self.positions, self.pages, self.nodes = Buffer.of(np.zeros(1, np.int32)), pages, 0
+        self.tokens, self.slots, self.log = Buffer.of(rng.integers(0, VOCABULARY, rows).astype(np.int32)), Buffer.of(np.arange(rows, dtype=np.int32)), Buffer(4 * 1024 * rows, fill=0xff)
+        self.positions = Buffer.of(np.zeros(rows, np.int32))
 
-    def read_bytes(self, position):
-        "What a step has to read from memory at `position`"
-        m = self.m
-        total = self.head.nbytes + sum(l['into'].nbytes + l['out'].nbytes for l in self.layers)
-        total += sum(2 * 4 * m['value_heads'] * DELTA_DIM ** 2 if l['kind'] == 'delta' else 4 * position * m['kv_heads'] * HEAD_DIM for l in self.layers)
-        if not m['experts']: return total + sum(l['up'].nbytes + l['down'].nbytes for l in self.layers)
-        share = m['chosen'] / m['experts']
-        return total + sum(l['router'].nbytes + share * (l['up'].nbytes + l['down'].nbytes) + l['shared_up'].nbytes + l['shared_down'].nbytes for l in self.layers)
+    def part_bytes(self, position):
+        "What each kind of kernel has to read (and, of the states, write) in a step at `position`"
+        m, n, size = self.m, self.rows, lambda name, share=1.: sum(share * l[name].nbytes for l in self.layers if name in l)
+        deltas, attentions = (sum(l['kind'] == kind for l in self.layers) for kind in ('delta', 'attention'))
+        parts = dict(into=size('into'), delta=deltas * n * 8 * m['value_heads'] * DELTA_DIM ** 2, attend=attentions * n * 4 * position * m['kv_heads'] * HEAD_DIM, combine=0, out=size('out'), head=self.head.nbytes, ends=0)
+        if not m['experts']: return parts | dict(up=size('up'), down=size('down'))
+        share = 1 - (1 - m['chosen'] / m['experts']) ** n                            # of the experts, those that somebody asks, when all are equally likely
+        return parts | dict(router=size('router') + size('shared_up'), up=size('up', share), down=size('down', share) + size('shared_down'))
 
-    def launch(self, stream, skip=()):
-        "skip: names of kernels to leave out, to see what they cost"
-        m, H, x, h = self.m, self.m['hidden'], self.x.address, self.h.address
-        embed(self.embedding, self.tokens.address, h, stream=stream)
+    def read_bytes(self, position): return sum(self.part_bytes(position).values())
+
+    def launch(self, stream, skip=(), only=None):
+        "skip: kinds of kernels to leave out; only: the kinds to launch, to see what they cost"
+        self.stream, self.nodes, self.wanted = stream, 0, lambda kind: kind not in skip and (only is None or kind in only)
+        m, H, n = self.m, self.m['hidden'], self.rows
+        if self.wanted('ends'): embed(self.embedding, self.tokens.address, self.h.address, n, stream=stream, dependent=False)
         for layer in self.layers:
-            self.project(layer['into'], layer['norm'], stream)
-            (self.attend if layer['kind'] == 'attention' else self.delta)(layer, stream, skip)
-            (self.experts if m['experts'] else self.dense)(layer, stream, skip)
-        prepare('norm', H, h, self.record.address, weight=self.norm.address, stream=stream)
-        if 'head' not in skip: gemv(self.head, self.record.address, self.logits.address, stream=stream)
-        greedy(self.logits.address, VOCABULARY, self.found.address, self.tokens.address, self.positions.address, self.log.address, 1024, stream=stream)
+            self.project('into', layer['into'], layer['norm'])
+            (self.attend if layer['kind'] == 'attention' else self.delta)(layer)
+            (self.experts if m['experts'] else self.dense)(layer)
+        if self.wanted('head') and self.tune.get('head'):
+            options = dict(self.tune['head'])
+            options.pop('fat')
+            fat_gemv(self.head, self.h.address, self.logits.address, tokens=n, weight=self.norm.address, stream=stream, **options)
+        elif self.wanted('head'):
+            prepare('norm', H, self.h.address, self.record.address, n, self.norm.address, stream=stream)
+            for first in range(0, n, 8): gemv(self.head, self.record.address + first * record_bytes(H), self.logits.address + 4 * first * VOCABULARY, tokens=min(8, n - first), stream=stream)
+        if self.wanted('ends'): greedy(self.logits.address, VOCABULARY, self.found.address, self.tokens.address, self.positions.address, self.log.address, 1024, n, stream=stream)
 
-    def project(self, matrix, norm, stream):
-        "x = matrix · RMSNorm(h), in two launches: these matrices have hundreds of blocks, and the norm in each of them cost 3 µs where a launch costs 1.7"
-        prepare('norm', self.m['hidden'], self.h.address, self.record.address, weight=norm.address, stream=stream)
-        gemv(matrix, self.record.address, self.x.address, stream=stream)
+    def ahead(self, name, matrix):
+        "The range of `matrix` that a kernel asks into the second cache"
+        share = self.tune['ahead_' + name]
+        return (matrix.addresses[0], int(matrix.nbytes * share) // 256 * 256) if matrix and share else (0, 0)
 
-    def back(self, matrix, stage, stream, **given):
+    def project(self, kind, matrix, norm):
+        "x = matrix · RMSNorm(h)"
+        if self.wanted(kind): fat_gemv(matrix, self.h.address, self.x.address, tokens=self.rows, weight=norm.address, stream=self.stream, **self.tune.get(kind, {}))
+
+    def back(self, matrix, stage, **given):
         "h += matrix · stage(…)"
-        if matrix.columns <= 4096: gemv(matrix, self.mixed.address, self.h.address, stage=stage, add=True, stream=stream, block=256, **given)
-        else:
-            prepare(stage, matrix.columns, self.mixed.address, self.record.address, stream=stream, **given)
-            gemv(matrix, self.record.address, self.h.address, add=True, stream=stream)
+        if self.wanted('out'): fat_gemv(matrix, self.mixed.address, self.h.address, tokens=self.rows, stage=stage, add=True, stream=self.stream, **given, **self.tune.get('out', {}))
 
-    def delta(self, layer, stream, skip):
+    def delta(self, layer):
         Hv = self.m['value_heads']
-        if 'delta' not in skip:
-            delta_step_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, TAPS, True).launch(Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.x.address, *(layer[n].address for n in ('conv', 'decay', 'dt', 'ring', 'state')), self.slots.address, self.positions.address,
-                self.mixed.address, self.delta_rows, self.channels + self.values, self.channels + self.values + Hv, stream=stream, dependent=True)
-        self.back(layer['out'], 'gated', stream, weight=layer['norm_out'].address, gate=self.x.address + 4 * self.channels)
+        if self.wanted('delta'):
+            delta_step_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, TAPS, True).launch(self.rows * Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.x.address, *(layer[n].address for n in ('conv', 'decay', 'dt', 'ring', 'state')), self.slots.address, self.positions.address,
+                self.mixed.address, *self.ahead('delta', layer['out']), self.delta_rows, self.channels + self.values, self.channels + self.values + Hv, stream=self.stream, dependent=True)
+        self.back(layer['out'], 'gated', weight=layer['norm_out'].address, gate=self.x.address + 4 * self.channels, gate_stride=self.delta_rows)
 
-    def attend(self, layer, stream, skip):
+    def attend(self, layer):
         heads, kv = self.m['heads'], self.m['kv_heads']
-        if 'attention' not in skip:
-            attend_kernel(heads, kv, HEAD_DIM, ROPE_DIM, self.splits).launch(kv * self.splits, 256, self.x.address, layer['q_norm'].address, layer['k_norm'].address, self.angles.address, layer['keys'].address, layer['values'].address, self.table.address, self.positions.address,
-                self.tops.address, self.sums.address, self.partial.address, self.attention_rows, self.pages, stream=stream, dependent=True)
-            combine_kernel(heads, HEAD_DIM, self.splits).launch(heads, HEAD_DIM, self.tops.address, self.sums.address, self.partial.address, self.x.address, self.mixed.address, self.attention_rows, stream=stream, dependent=True)
-        self.back(layer['out'], 'quantize', stream)
+        if self.wanted('attend'):
+            attend_kernel(heads, kv, HEAD_DIM, ROPE_DIM, self.splits).launch(self.rows * kv * self.splits, 256, self.x.address, layer['q_norm'].address, layer['k_norm'].address, self.angles.address, layer['keys'].address, layer['values'].address, self.table.address, self.positions.address,
+                self.tops.address, self.sums.address, self.partial.address, *self.ahead('attend', layer['out']), self.attention_rows, self.pages_each, stream=self.stream, dependent=True)
+        if self.wanted('combine'): combine_kernel(heads, kv, HEAD_DIM, self.splits).launch(self.rows * kv * HEAD_DIM // 8, 256, self.tops.address, self.sums.address, self.partial.address, self.x.address, self.positions.address, self.mixed.address, self.attention_rows, stream=self.stream, dependent=True)
+        self.back(layer['out'], 'quantize')
 
-    def experts(self, layer, stream, skip):
-        m, H = self.m, self.m['hidden']
-        gemv(layer['router'], self.h.address, self.scores.address, stage='norm', weight=layer['ffn_norm'].address, gate=self.record.address, stream=stream, rows_each=1, chunk=16, block=64)
-        args = H, m['width'], m['experts'], m['chosen'], m['width']
-        if 'up' not in skip: experts_up_kernel(m['up'], m['shared'], *args).launch((m['chosen'] + 1) * m['width'] // 4, 128, *layer['up'].addresses, *layer['shared_up'].addresses, self.record.address, self.scores.address, self.ids.address, self.weights.address, self.x.address, stream=stream, dependent=True)
-        if 'down' not in skip: experts_down_kernel(m['down'], m['shared'], *args).launch(H // 4, 128, *layer['down'].addresses, *layer['shared_down'].addresses, self.x.address, self.ids.address, self.weights.address, self.scores.address, self.h.address, stream=stream, dependent=True)
+    def experts(self, layer):
+        m, H, n, group = self.m, self.m['hidden'], self.rows, min(self.rows, 4)
+        shape = H, m['width'], m['experts'], m['chosen']
+        if self.wanted('router'): router_kernel(m['shared'], *shape, m['width'], group).launch(router_blocks(m['width'], m['experts'], m['width'], n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, self.middle.address, *self.ahead('router', layer['next']), stream=self.stream, dependent=True)
+        down = layer['down'].addresses[:3] if self.tune['ahead_up'] else (0, 0, 0)
+        if self.wanted('up'): experts_up_kernel(m['up'], *shape, down=m['down']).launch(n * m['chosen'] * m['width'] // 32, 512, *layer['up'].addresses, layer['ffn_norm'].address, self.h.address, self.scores.address, self.ids.address, self.weights.address, self.middle.address, *down, stream=self.stream, dependent=True)
+        if self.wanted('down'): experts_down_kernel(m['down'], m['shared'], *shape, m['width']).launch(n * H // 8, 256, *layer['down'].addresses, *layer['shared_down'].addresses, self.middle.address, self.ids.address, self.weights.address, self.scores.address, self.h.address, *self.ahead('down', layer['next']), stream=self.stream, dependent=True)
 
-    def dense(self, layer, stream, skip):
-        self.project(layer['up'], layer['ffn_norm'], stream)
-        prepare('swiglu', self.m['width'], self.x.address, self.record.address, stream=stream)
-        gemv(layer['down'], self.record.address, self.h.address, add=True, stream=stream)
+    def dense(self, layer):
+        self.project('up', layer['up'], layer['ffn_norm'])
+        if not self.wanted('down'): return
+        prepare('swiglu', self.m['width'], self.x.address, self.record.address, self.rows, stream=self.stream)
+        if self.rows == 1: fat_gemv(layer['down'], self.record.address, self.h.address, stage='copy', add=True, stream=self.stream, **self.tune.get('down', {}))
+        else: gemv(layer['down'], self.record.address, self.h.address, tokens=self.rows, add=True, stream=self.stream)
 
 # %% ../../nbs/cuda/90_check.ipynb #4edcf129
-def bench_step(model, rng, contexts=(128, 4096, 32768), ceiling=4.46e12, rounds=21, save=False, **more):
-    "Replay a step of `model` at several lengths of context; what each group of kernels costs, by leaving it out"
-    start, free = time.time(), lambda: checked(driver().cuMemGetInfo(), 'asking for memory')[0]
-    walk, rows, records = Walk(model, max(contexts) + 256, rng), [], []
-    def seconds(position, skip=()):
-        graph = Graph()
-        walk.positions.write(np.array([position], np.int32))
-        with graph.record() as stream: walk.launch(stream, skip)
-        return float(np.median(replay_seconds(graph, rounds)))
-    for position in contexts:
-        t, nbytes = seconds(position), walk.read_bytes(position)
-        rows.append([model, position, f'{t * 1e3:.3f}', f'{1 / t:.0f}', f'{nbytes / 1e9:.2f}', f'{nbytes / t / 1e9:.0f}', f'{100 * nbytes / t / ceiling:.0f}'])
-        records.append(dict(model=model, context=position, milliseconds=round(t * 1e3, 4), tok_s=round(1 / t, 1), read_gb=round(nbytes / 1e9, 3), gb_s=round(nbytes / t / 1e9, 1)))
-    whole = seconds(contexts[0])
-    parts = {name: round((whole - seconds(contexts[0], (name,))) * 1e3, 4) for name in (('head', 'delta', 'attention') + (('up', 'down') if walk.m['experts'] else ()))}
-    before = free()
+PARTS = dict(into='norm, projections in', delta='linear attention', attend='attention', combine='its stretches', out='norm or gate, projection out', router='norm, router, shared gate + up', up='experts gate + up', down='experts down', head='norm, head', ends='embedding, choice')
+
+def graph_of(walk, position, **given):
+    "A recorded step at `position`"
     graph = Graph()
-    walk.positions.write(np.array([0], np.int32))
-    with graph.record() as stream: walk.launch(stream)
+    walk.positions.write(np.full(walk.rows, position, np.int32))
+    with graph.record() as stream: walk.launch(stream, **given)
+    return graph
+
+def step_seconds(walk, position, rounds=21, **given):
+    graph = graph_of(walk, position, **given)
+    return float(np.median(replay_seconds(graph, rounds)))
+
+def part_table(walk, position, ceiling):
+    "Each kind of kernel alone, one after another over all layers: rows for a table and a record"
+    rows, kept, nbytes, m = [], [], walk.part_bytes(position), walk.m
+    deltas, attentions = (sum(l['kind'] == kind for l in walk.layers) for kind in ('delta', 'attention'))
+    times = dict(into=len(walk.layers), delta=deltas, attend=attentions, combine=attentions, out=len(walk.layers), router=len(walk.layers), up=len(walk.layers), down=len(walk.layers), head=1, ends=1)
+    for name in PARTS:
+        if name not in nbytes: continue
+        each, size = step_seconds(walk, position, only=(name,)) / times[name], nbytes[name] / times[name]
+        kept.append(dict(kernel=name, launches=times[name], microseconds=round(each * 1e6, 3), megabytes=round(size / 1e6, 3), percent_of_read=round(100 * size / each / ceiling, 1)))
+        rows.append([name, PARTS[name], times[name], f'{each * 1e6:.2f}', f'{size / 1e6:.2f}', f'{100 * size / each / ceiling:.0f}', f'{each * times[name] * 1e3:.3f}'])
+    return rows, kept
+
+def bench_step(model, rng, contexts=(128, 4096, 32768), ceiling=4.11e12, rounds=21, save=False, rows=1, **more):
+    "Replay a step of `model` at several lengths of context, and each kind of kernel alone"
+    start = time.time()
+    walk, lines, records = Walk(model, max(contexts) + 256, rng, rows), [], []
+    for position in contexts:
+        t, nbytes = step_seconds(walk, position, rounds), walk.read_bytes(position)
+        lines.append([model, rows, position, f'{t * 1e3:.3f}', f'{rows / t:.0f}', f'{nbytes / 1e9:.2f}', f'{nbytes / t / 1e9:.0f}', f'{100 * nbytes / t / ceiling:.0f}'])
+        records.append(dict(model=model, rows=rows, context=position, milliseconds=round(t * 1e3, 4), tok_s=round(rows / t, 1), read_gb=round(nbytes / 1e9, 3), gb_s=round(nbytes / t / 1e9, 1)))
+    parts, kept = part_table(walk, contexts[-1], ceiling)
+    graph = graph_of(walk, 0)
     for _ in range(200): graph.replay()
     graph.stream.wait()
-    log, finite = walk.log.read(np.int32, 1024)[:200], bool(np.isfinite(walk.logits.read(np.float32, VOCABULARY)).all())
-    table = text_table(['model', 'context', 'ms a step', 'tok/s', 'GB read', 'GB/s', '% of reading'], rows)
-    text = f'{table}\nleft out, a step is shorter by (ms): {parts}\n200 steps: {len(set(log.tolist()))} different tokens, logits finite: {finite}, first {log[:8].tolist()}; prepared in {time.time() - start:.0f} s'
-    if save: report(f'cuda-step-{model.lower()}', '', dict(**gpu_record(), **more, steps=records, left_out_ms=parts, logits_finite=finite), True, out=open('/dev/null', 'w'))
+    log, finite = walk.log.read(np.int32, (rows, 1024))[:, :200], bool(np.isfinite(walk.logits.read(np.float32, (rows, VOCABULARY))).all())
+    text = text_table(['model', 'rows', 'context', 'ms a step', 'tok/s', 'GB read', 'GB/s', '% of reading'], lines)
+    text += f'\neach kind of kernel alone, at {contexts[-1]}:\n' + text_table(['kernel', 'what', 'a step', 'µs', 'MB', '% of reading', 'ms together'], parts)
+    text += f'\n200 steps: {len(set(log[0].tolist()))} different tokens, logits finite: {finite}, first {log[0, :8].tolist()}; prepared in {time.time() - start:.0f} s'
+    nodes = sum(part['launches'] for part in kept) + 2
+    if save: report(f'cuda-step-{model.lower()}-{rows}', '', dict(**gpu_record(), **more, ceiling_gb_s=ceiling / 1e9, launches=nodes, steps=records, kernels=kept, logits_finite=finite), True, out=open('/dev/null', 'w'))
     print(text, flush=True)
     return records
 
@@ -601,11 +678,11 @@ def compile_all(capability=(9, 0), processes=None, launches=LAUNCHES):
     one = lambda name, rows, columns, options: ('gemv', gemv_arguments(kind_of(name), rows, columns, **{k: v for k, v in options.items() if k != 'dependent'})[0])
     wanted = {one(name, rows, columns, dict(o, tokens=tokens)): 0 for name in PACKERS for rows, columns, tokens, o in FULL_SHAPES}
     wanted |= {one(kind, rows, columns, o): 0 for _, _, kind, rows, columns in SHAPES for o in launches}
-    wanted |= {('experts_up_kernel', ('Q4_K', 'Q8_0', 2048, 512, 256, 8, 512)): 0, ('experts_down_kernel', ('Q5_K', 'Q8_0', 2048, 512, 256, 8, 512)): 0, **{('delta_step_kernel', (16, 32, 128, 128, 4, tiled)): 0 for tiled in (True, False)}}
+    wanted |= {('experts_up_kernel', ('Q4_K', 2048, 512, 256, 8)): 0, ('experts_down_kernel', ('Q5_K', 'Q8_0', 2048, 512, 256, 8, 512)): 0, **{('delta_step_kernel', (16, heads, 128, 128, 4, tiled)): 0 for tiled in (True, False) for heads in (32, 48)}}
     wanted = [(name, arguments, capability) for name, arguments in wanted] + [(name, (), capability) for name in ('scalars', 'warp', 'matrix_products', 'quantize_rows', 'read_all')]
     with ProcessPoolExecutor(processes) as pool: return sum(1 for _ in pool.map(_compile, wanted, chunksize=4))
 
-CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_experts, check_delta, check_attention, check_ends)
+CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_experts, check_delta, check_attention, check_ends)
 
 def main(argv=None):
     "Run all checks; the exit status is the number that failed"

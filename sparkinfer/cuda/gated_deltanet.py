@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numba import cuda
 from numba.cuda import types
+from .fused import prefetch_share
 from .graphs import Kernel
 from .linear import silu
 from .ptx import launch_dependents, load_f32, load_u32, store_f32, wait_for_previous, warp_sum
@@ -21,54 +22,66 @@ COLUMNS = 32        # of a head's state in one block
 @lru_cache(None)
 def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, eps=1e-6):
     """One token of each sequence. Arguments: x (sequences, x_stride) float32, rows [q | k | v | … ], where a and b begin in a row (floats), conv weights (taps, channels), decay (Hv), dt (Hv),
-    ring (slots, taps, channels), state (slots, Hv, key_dim, value_dim), slot of each sequence (int32), position of each sequence (int32), out (sequences, Hv · value_dim); x_stride, place of a, place of b.
+    ring (slots, taps, channels), state (slots, Hv, key_dim, value_dim), slot of each sequence (int32), position of each sequence (int32), out (sequences, Hv · value_dim), a range (address, bytes) to ask into the second cache; x_stride, place of a, place of b.
     Launch with sequences · Hv · value_dim / COLUMNS blocks of 2 · key_dim threads. tiled: value head h uses key head h mod Hk, else h // (Hv / Hk)"""
     threads, channels, parts = 2 * key_dim, 2 * key_heads * key_dim + value_heads * value_dim, value_dim // COLUMNS
-    groups, shared_by = threads // COLUMNS, value_heads // key_heads
+    groups, shared_by, terms = threads // COLUMNS, value_heads // key_heads, 2 * taps
     warps, grid, depth, scale = threads // 32, (groups, COLUMNS), key_dim // groups, np.float32(key_dim ** -.5)
     assert value_dim % COLUMNS == 0 and key_dim % groups == 0 and key_dim % 32 == 0
 
     @cuda.jit(device=True)
-    def convolved(x, weights, ring, channel, position, keep):
-        "One channel's convolution and SiLU; `keep` writes the raw input into the ring"
-        raw = load_f32(x + 4 * channel)
-        total = raw * load_f32(weights + 4 * ((taps - 1) * channels + channel))
+    def past(weights, ring, channel, position, v):
+        "What earlier tokens add to one channel's convolution, and the weight of this one's; none of it depends on the kernel ahead"
+        for i in range(taps): v[i] = load_f32(weights + 4 * (i * channels + channel))
+        for i in range(taps - 1): v[taps + i] = load_f32(ring + 4 * ((position + 1 + i) % taps * channels + channel))
+
+    @cuda.jit(device=True)
+    def convolved(raw, v, position):
+        "The ring may hold another sequence's inputs before position 0"
+        total = raw * v[taps - 1]
         for i in range(taps - 1):
-            slot = (position + 1 + i) % taps
-            total += load_f32(ring + 4 * (slot * channels + channel)) * load_f32(weights + 4 * (i * channels + channel))
-        if keep: store_f32(ring + 4 * (position % taps * channels + channel), raw)
+            if position + i >= taps - 1: total += v[taps + i] * v[i]
         return silu(total)
 
-    def delta_step(x, weights, decay, dt, ring, state, slots, positions, out, x_stride, place_a, place_b):
+    def delta_step(x, weights, decay, dt, ring, state, slots, positions, out, ahead, ahead_bytes, x_stride, place_a, place_b):
         launch_dependents()
         thread, block = np.int64(cuda.threadIdx.x), np.int64(cuda.blockIdx.x)
         sequence, head, part = block // (value_heads * parts), block // parts % value_heads, block % parts
         key_head = head % key_heads if tiled else head // shared_by
         column, group = part * COLUMNS + thread % COLUMNS, thread // COLUMNS
         slot, position = np.int64(load_u32(slots + 4 * sequence)), np.int64(load_u32(positions + 4 * sequence))
-        S = cuda.local.array(depth, np.float32)
+        S, taken, taken_v = cuda.local.array(depth, np.float32), cuda.local.array(terms, np.float32), cuda.local.array(terms, np.float32)
         both = cuda.shared.array(threads, np.float32)
         values = cuda.shared.array(COLUMNS, np.float32)
         partial = cuda.shared.array(warps, np.float32)
         sums = cuda.shared.array(grid, np.float32)
         home = state + 4 * (((slot * value_heads + head) * key_dim + group * depth) * value_dim + column)
         for i in range(depth): S[i] = load_f32(home + 4 * i * value_dim)
-        wait_for_previous()
-        row, past = x + 4 * sequence * x_stride, ring + 4 * slot * taps * channels
+        row, kept, half = x + 4 * sequence * x_stride, ring + 4 * slot * taps * channels, thread // key_dim
         # q by the first half of the threads, k by the second; one block of those that share a key head keeps the raw inputs
-        half = thread // key_dim
         own = part == 0 and (head < key_heads if tiled else head % shared_by == 0)
-        value = convolved(row, weights, past, (half * key_heads + key_head) * key_dim + thread % key_dim, position, own)
+        channel, channel_v = (half * key_heads + key_head) * key_dim + thread % key_dim, 2 * key_heads * key_dim + head * value_dim + column
+        past(weights, kept, channel, position, taken)
+        past(weights, kept, channel_v, position, taken_v)
+        bias, slope = load_f32(dt + 4 * head), load_f32(decay + 4 * head)
+        if position == 0:                                                            # a new sequence, whatever the slot holds
+            for i in range(depth): S[i] = np.float32(0)
+        prefetch_share(ahead, ahead_bytes)
+        wait_for_previous()
+        raw, raw_v, a, b = load_f32(row + 4 * channel), load_f32(row + 4 * channel_v), load_f32(row + 4 * (place_a + head)) + bias, load_f32(row + 4 * (place_b + head))
+        value = convolved(raw, taken, position)
         squares = warp_sum(value * value, 32)
         if thread % 32 == 0: partial[thread // 32] = squares
-        if thread < COLUMNS: values[thread] = convolved(row, weights, past, 2 * key_heads * key_dim + head * value_dim + column, position, True)
+        if own: store_f32(kept + 4 * (position % taps * channels + channel), raw)
+        if thread < COLUMNS:
+            values[thread] = convolved(raw_v, taken_v, position)
+            store_f32(kept + 4 * (position % taps * channels + channel_v), raw_v)
         cuda.syncthreads()
         length = np.float32(0)
         for i in range(key_dim // 32): length += partial[half * (key_dim // 32) + i]
         both[thread] = value / math.sqrt(length + np.float32(eps)) * (scale if half == 0 else np.float32(1))
-        a, b = load_f32(row + 4 * (place_a + head)) + load_f32(dt + 4 * head), load_f32(row + 4 * (place_b + head))
         softplus = max(a, np.float32(0)) + math.log1p(math.exp(-abs(a)))
-        forget, beta = math.exp(load_f32(decay + 4 * head) * softplus), np.float32(1) / (np.float32(1) + math.exp(-b))
+        forget, beta = math.exp(slope * softplus), np.float32(1) / (np.float32(1) + math.exp(-b))
         cuda.syncthreads()
         recalled = np.float32(0)
         for i in range(depth):
@@ -90,4 +103,4 @@ def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, e
             answer = np.float32(0)
             for i in range(groups): answer += sums[i, thread]
             store_f32(out + 4 * ((sequence * value_heads + head) * value_dim + column), answer)
-    return Kernel(delta_step, *[types.int64] * 9, *[types.int32] * 3, name=f'delta_step_{key_heads}_{value_heads}_{key_dim}_{value_dim}_{taps}_{int(tiled)}_{eps}')
+    return Kernel(delta_step, *[types.int64] * 11, *[types.int32] * 3, name=f'delta_step_{key_heads}_{value_heads}_{key_dim}_{value_dim}_{taps}_{int(tiled)}_{eps}')

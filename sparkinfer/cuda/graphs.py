@@ -101,12 +101,17 @@ def code_folder():
     return kernel_roots()[0]/hashlib.sha256(made_by.encode()).hexdigest()[:20]/'cuda'
 
 class Kernel:
-    "A kernel of scalar arguments. function: Python, for Numba; arguments: Numba types (int64 addresses, int32 counts, float32 numbers); name: unique, and says every constant that the function was made with"
-    def __init__(self, function, *arguments, name: str | None = None):
-        self.function, self.arguments, self.name = function, arguments, name or function.__name__
+    """A kernel of scalar arguments. function: Python, for Numba; arguments: Numba types (int64 addresses, int32 counts, float32 numbers); name: unique, and says every constant that the function was made with;
+    bounds: (threads of a block, blocks that a multiprocessor must hold), from which the assembler knows how many registers it may use"""
+    def __init__(self, function, *arguments, name: str | None = None, bounds: tuple | None = None):
+        self.function, self.arguments, self.name, self.bounds = function, arguments, name or function.__name__, bounds
         self.signature, self._handle = types.void(*arguments), None
 
-    def ptx(self, capability=(9, 0)) -> str: return kernel_ptx(self.function, self.signature, capability)
+    def ptx(self, capability=(9, 0)) -> str:
+        code = kernel_ptx(self.function, self.signature, capability)
+        if self.bounds is None: return code
+        at = code.index('{', code.index('.entry kernel'))
+        return f'{code[:at]}.maxntid {self.bounds[0]}, 1, 1\n.minnctapersm {self.bounds[1]}\n{code[at:]}'
     def resources(self, capability=(9, 0)): return assemble(self.ptx(capability), capability)
 
     def image(self, capability=(9, 0)) -> bytes:

@@ -21,8 +21,8 @@ from numba.cuda import types
 from ..errors import UnsupportedError
 from ..formats.blocks import fields, quant_type, scales_and_minima
 from .graphs import Buffer, Kernel
-from .ptx import (as_float, bits_and, bits_or, bits_xor, byte_permute, copies_begun, copy16_async, dp4a, e4m3_to_halves, half_to_float, halves_to_floats, launch_dependents, load16, load16_once, load16_staged, load2_once,
-                                 load4_once, load8_once, load_f32, load_f32x2, load_f32x2_staged, load_f32x4, load_f32x4_staged, load_u32, round_to_int, shared_address, shift_left, shift_right, shuffle_xor, shuffle_xor_int, store_f32, store_f32x2, store_f32x2_staged, store_u32, store_u32_staged, wait_for_copies, wait_for_previous, warp_sum)
+from .ptx import (as_float, bits_and, bits_or, bits_xor, byte_permute, copies_begun, copy16_async, dp4a, e4m3_to_halves, exp2, half_to_float, halves_to_floats, launch_dependents, load16, load16_once, load16_staged, load2_once,
+                                 load4_once, load8_once, load_f32, load_f32x2, load_f32x2_staged, load_f32x4, load_f32x4_staged, load_u32, reciprocal, round_to_int, shared_address, shift_left, shift_right, shuffle_xor, shuffle_xor_int, store_f32, store_f32x2, store_f32x2_staged, store_u32, store_u32_staged, wait_for_copies, wait_for_previous, warp_sum)
 
 # %% ../../nbs/cuda/01_linear.ipynb #47bf5f4f
 def record_bytes(columns):
@@ -62,8 +62,9 @@ def _rounding(store_word, store_pair):
         if column < columns:
             word = bits_or(bits_or(np.uint32(q0 & 255), np.uint32((q1 & 255) << 8)), bits_or(np.uint32((q2 & 255) << 16), np.uint32((q3 & 255) << 24)))
             store_word(record + ((column >> 4) & 1) * (columns >> 1) + 16 * (column >> 5) + (column & 15), word)
-            scale = largest / np.float32(127)
-            if column & 31 == 0: store_pair(record + columns + (column >> 2), scale, scale * np.float32(total))
+            if column & 31 == 0:
+                scale = largest / np.float32(127)
+                store_pair(record + columns + (column >> 2), scale, scale * np.float32(total))
     return quantize_four
 
 quantize_four, quantize_four_staged = _rounding(store_u32, store_f32x2), _rounding(store_u32_staged, store_f32x2_staged)
@@ -410,7 +411,7 @@ def block_sum(value, partial):
     return total
 
 @cuda.jit(device=True)
-def silu(v): return v / (np.float32(1) + math.exp(-v))
+def silu(v): return v * reciprocal(np.float32(1) + exp2(np.float32(-1.4426950408889634) * v))       # two special instructions where exp and a division are thirty
 
 @lru_cache(None)
 def stage_function(stage, columns, tokens, rounded, eps, threads, shared=True):

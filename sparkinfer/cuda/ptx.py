@@ -7,12 +7,13 @@ __all__ = ['SIMULATED', 'u16', 'i32', 'u32', 'i64', 'f32', 'WORDS2', 'WORDS4', '
            'kernel_ptx', 'ptxas_path', 'Resources', 'machine_code', 'assemble', 'dp4a', 'byte_permute', 'shift_right',
            'shift_left', 'bits_and', 'bits_or', 'bits_xor', 'load16_once', 'load8_once', 'load4_once', 'load2_once',
            'load16', 'load_f32x4', 'load_f32x2', 'load_f32', 'load_u32', 'store_f32', 'store_f32x2', 'store_u32',
-           'prefetch_l2', 'half_to_float', 'halves_to_floats', 'float_to_half', 'float_to_bf16', 'as_float', 'as_word',
-           'round_to_int', 'e4m3_to_halves', 'floats_to_e4m3', 'fma_halves', 'exp2', 'shuffle_xor', 'shuffle_xor_int',
+           'prefetch_l2', 'prefetch_range', 'add_f32', 'store16', 'half_to_float', 'halves_to_floats', 'float_to_half',
+           'floats_to_halves', 'float_to_bf16', 'as_float', 'as_word', 'round_to_int', 'e4m3_to_halves',
+           'floats_to_e4m3', 'fma_halves', 'reciprocal', 'root_reciprocal', 'exp2', 'shuffle_xor', 'shuffle_xor_int',
            'shuffle_from', 'warp_sum_int', 'warp_max_word', 'warp_min_word', 'warp_sum', 'warp_max', 'mma_bf16',
-           'mma_int8', 'copy16_async', 'load16_staged', 'load_f32x4_staged', 'load_f32x2_staged', 'store_u32_staged',
-           'store_f32x2_staged', 'copies_begun', 'wait_for_copies', 'wait_for_all_but_one', 'launch_dependents',
-           'wait_for_previous']
+           'mma_f16', 'mma_int8', 'copy16_async', 'load16_staged', 'load_f32x4_staged', 'load_f32x2_staged',
+           'store_u32_staged', 'store_f32x2_staged', 'copies_begun', 'wait_for_copies', 'wait_for_all_but_one',
+           'launch_dependents', 'wait_for_previous']
 
 # %% ../../nbs/cuda/00_ptx.ipynb #573f4af0
 import ctypes, os, re, shutil, subprocess, sys, tempfile, threading
@@ -235,6 +236,22 @@ def store_u32(address, word):
 def prefetch_l2(address):
     "Ask for the line at `address` to be in the second cache soon"
 
+@ptx('cp.async.bulk.prefetch.L2.global [$0], $1;', types.void, i64, u32, effect=True)
+def prefetch_range(address, nbytes):
+    "Ask for a whole range to be in the second cache soon; one thread is enough. Both are multiples of 16"
+    assert address % 16 == nbytes % 16 == 0
+
+@ptx('red.global.add.f32 [$0], $1;', types.void, i64, f32, effect=True)
+def add_f32(address, value):
+    "Add to one float in memory without waiting for what was there"
+    _poke(address, np.float32(_peek(address, np.float32, 1)[0] + np.float32(value)))
+
+@ptx('st.global.v4.u32 [$0], {$1, $2, $3, $4};', types.void, i64, *[u32] * 4, effect=True)
+def store16(address, a, b, c, d):
+    "Write four words. `address`: a multiple of 16"
+    assert address % 16 == 0
+    _poke(address, np.uint32(a), np.uint32(b), np.uint32(c), np.uint32(d))
+
 # %% ../../nbs/cuda/00_ptx.ipynb #a68a1b37
 @ptx('cvt.f32.f16 $0, $1;', f32, u16)
 def half_to_float(bits):
@@ -250,6 +267,11 @@ def halves_to_floats(word):
 def float_to_half(value):
     "The bits of the nearest half, ties to even"
     with np.errstate(over='ignore'): return np.float32(value).astype(np.float16).view(np.uint16)
+
+@ptx('cvt.rn.f16x2.f32 $0, $2, $1;', u32, f32, f32)
+def floats_to_halves(low, high):
+    "Two floats as the halves of a word, `low` in the low one, ties to even"
+    with np.errstate(over='ignore'): return np.array([low, high], np.float32).astype(np.float16).view(np.uint32)[0]
 
 @ptx('cvt.rn.bf16.f32 $0, $1;', u16, f32)
 def float_to_bf16(value):
@@ -294,6 +316,16 @@ def fma_halves(a, b, c):
     "a · b + c on the two halves of each word, rounded once"
     x, y, z = (np.array([w], np.uint32).view(np.float16).astype(np.float64) for w in (a, b, c))
     with np.errstate(over='ignore', invalid='ignore'): return (x * y + z).astype(np.float16).view(np.uint32)[0]
+
+@ptx('rcp.approx.ftz.f32 $0, $1;', f32, f32)
+def reciprocal(value):
+    "1 / value, within one unit of the last place; 0 of an infinity"
+    with np.errstate(divide='ignore'): return np.float32(1) / np.float32(value)
+
+@ptx('rsqrt.approx.ftz.f32 $0, $1;', f32, f32)
+def root_reciprocal(value):
+    "1 / √value, within two units of the last place"
+    with np.errstate(divide='ignore'): return np.float32(1) / np.sqrt(np.float32(value))
 
 @ptx('ex2.approx.ftz.f32 $0, $1;', f32, f32)
 def exp2(value):
@@ -383,6 +415,12 @@ def _own(C, c):
 def mma_bf16(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
     "A (16 × 16) · B (16 × 8) + C (16 × 8), bfloat16 in, float32 out. Lane 4g+t: a0–a3 rows g, g+8, g, g+8 at columns 2t, 2t, 2t+8, 2t+8; b0, b1 column g at rows 2t, 2t+8; c rows g, g, g+8, g+8"
     A, B = ((x.astype(np.uint32) << 16).view(np.float32) for x in _tiles(np.uint16, 2, (a0, a1, a2, a3), (b0, b1)))
+    return _own(A @ B.T, (c0, c1, c2, c3))
+
+@ptx('mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};', FLOATS4, *[u32] * 6, *[f32] * 4, effect=True)
+def mma_f16(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+    "`mma_bf16` of halves"
+    A, B = (x.view(np.float16).astype(np.float32) for x in _tiles(np.uint16, 2, (a0, a1, a2, a3), (b0, b1)))
     return _own(A @ B.T, (c0, c1, c2, c3))
 
 @ptx('mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};', types.UniTuple(i32, 4), *[u32] * 6, *[i32] * 4, effect=True)

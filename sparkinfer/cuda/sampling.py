@@ -34,9 +34,12 @@ def _best_of_parts(logits, found, vocabulary):
     row, part = np.int64(cuda.blockIdx.x) // BLOCKS, np.int64(cuda.blockIdx.x) % BLOCKS
     best, number = np.uint32(0), np.uint32(0xffffffff)
     wait_for_previous()
-    for i in range(part * cuda.blockDim.x + cuda.threadIdx.x, vocabulary, BLOCKS * cuda.blockDim.x):
-        word = ordered(load_f32(logits + 4 * (row * vocabulary + i)))
-        if word > best: best, number = word, np.uint32(i)
+    held, step = cuda.local.array(8, np.float32), BLOCKS * cuda.blockDim.x
+    for first in range(part * cuda.blockDim.x + cuda.threadIdx.x, vocabulary, 8 * step):
+        for j in range(8): held[j] = load_f32(logits + 4 * (row * vocabulary + min(first + j * step, np.int64(vocabulary - 1))))       # eight requests, then the first use
+        for j in range(8):
+            word = ordered(held[j])
+            if word > best and first + j * step < vocabulary: best, number = word, np.uint32(first + j * step)
     best, number = best_of_block(best, number, words, numbers)
     if cuda.threadIdx.x == 0:
         store_u32(found + 8 * cuda.blockIdx.x, best)
