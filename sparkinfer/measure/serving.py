@@ -6,7 +6,7 @@
 __all__ = ['CLIENT', 'OWN', 'LLAMA', 'percentiles', 'Load', 'Answer', 'body_pieces', 'events_of', 'read_answer', 'exchange',
            'http_request', 'client_round', 'completion_body', 'engine_round', 'Child', 'own_stdout', 'answer_lines',
            'process_figures', 'own_server', 'llama_server', 'Contender', 'summary', 'summary_table', 'prefix_prompts',
-           'prefix_turns', 'prefix_table', 'targets', 'targets_table', 'Bench', 'bench_serving']
+           'prefix_turns', 'prefix_table', 'targets', 'targets_table', 'Bench', 'record_text', 'bench_serving']
 
 # %% ../../nbs/measure/04_serving.ipynb #a3d7e42d
 import json, os, selectors, signal, socket, sys, threading, time
@@ -294,7 +294,8 @@ class Contender:
         seen = self.burst(load.prompts(vocab_size, self.seed), load.tokens)
         after, later = self.server.ask(), process_figures(self.server.child.pid)
         self.seed += 1
-        self.rounds.append(seen | dict(stats={name: after[name] - before[name] for name in after if name in before}, busy=later.get('cpu', 0) - figures.get('cpu', 0), memory=later))
+        stats = {name: after[name] - before[name] for name in after if name in before}
+        self.rounds.append(seen | dict(stats=stats, busy=later.get('cpu', 0) - figures.get('cpu', 0), memory=later))
         self.pause()
         return Seconds(seen['wall'])
 
@@ -302,22 +303,25 @@ class Contender:
 def summary(contender, load):
     "Flat dict of figures of one contender under one load"
     rounds = contender.rounds
-    wall = float(np.median([r['wall'] for r in rounds]))
-    answers = [a for r in rounds for a in r['answers']]
-    steps, inside = (sum(r['stats'].get(name, 0) for r in rounds) for name in ('step_seconds', 'runner_seconds'))
-    count = {name: sum(r['stats'].get(name, 0) for r in rounds) for name in ('steps', 'rows')}
-    return dict(what=load.what, **asdict(load), engine=contender.name, rounds=len(rounds), seconds=[round(r['wall'], 4) for r in rounds],
-                tok_s=round(load.requests * load.tokens / wall, 2), total_tok_s=round(load.requests * load.context / wall, 2),
-                ttft_ms=percentiles([a.first for a in answers]), itl_ms=percentiles(np.concatenate([a.gaps for a in answers])), pieces=sum(len(a.arrivals) for a in answers) // len(rounds),
-                cached=sum(a.cached for a in answers), client_cpu=round(sum(r['cpu'] for r in rounds) / sum(r['wall'] for r in rounds), 4), cores=round(sum(r['busy'] for r in rounds) / sum(r['wall'] for r in rounds), 2),
-                peak_mb=round(rounds[-1]['memory'].get('peak', 0) / 1e6, 1), pss_mb=round(rounds[-1]['memory'].get('pss', 0) / 1e6, 1),
-                **(dict(**count, step_seconds=round(steps, 4), runner_seconds=round(inside, 4), engine_share=round(1 - inside / steps, 4)) if steps else {}))
+    answers, wall = [a for r in rounds for a in r['answers']], [r['wall'] for r in rounds]
+    def share(name): return sum(r[name] for r in rounds) / sum(wall)
+    def megabytes(name): return round(rounds[-1]['memory'].get(name, 0) / 1e6, 1)
+    line = dict(what=load.what, **asdict(load), engine=contender.name, rounds=len(rounds), seconds=[round(w, 4) for w in wall],
+                tok_s=round(load.requests * load.tokens / float(np.median(wall)), 2), total_tok_s=round(load.requests * load.context / float(np.median(wall)), 2),
+                ttft_ms=percentiles([a.first for a in answers]), itl_ms=percentiles(np.concatenate([a.gaps for a in answers])),
+                pieces=sum(len(a.arrivals) for a in answers) // len(rounds), cached=sum(a.cached for a in answers),
+                client_cpu=round(share('cpu'), 4), cores=round(share('busy'), 2), peak_mb=megabytes('peak'), pss_mb=megabytes('pss'))
+    stats = {name: sum(r['stats'].get(name, 0) for r in rounds) for name in ('steps', 'rows', 'step_seconds', 'runner_seconds')}
+    if stats['step_seconds']: line |= stats | dict(engine_share=round(1 - stats['runner_seconds'] / stats['step_seconds'], 4))
+    return line
 
 def summary_table(lines):
     "Figures of `summary` as text; times in ms"
-    row = lambda l: [l['what'], l['engine'], f"{l['tok_s']:.1f}", f"{l['total_tok_s']:.0f}", *(f"{l[kind][p]:.{digits}f}" if l[kind] else '-' for kind, digits in (('ttft_ms', 0), ('itl_ms', 1)) for p in ('p50', 'p90', 'p99')),
-                     f"{l['peak_mb']:.0f}", f"{l['pss_mb']:.0f}", f"{l['cores']:.2f}", f"{100 * l['client_cpu']:.1f}", f"{100 * l['engine_share']:.1f}" if 'engine_share' in l else '-']
-    return text_table(['requests', 'engine', 'tok/s', 'with prompt', 'TTFT p50', 'p90', 'p99', 'ITL p50', 'p90', 'p99', 'peak MB', 'PSS MB', 'cores', 'client %', 'engine %'], [row(l) for l in lines])
+    def row(l):
+        times = [f'{l[kind][p]:.{digits}f}' if l[kind] else '-' for kind, digits in (('ttft_ms', 0), ('itl_ms', 1)) for p in ('p50', 'p90', 'p99')]
+        engine = f"{100 * l['engine_share']:.1f}" if 'engine_share' in l else '-'
+        return [l['what'], l['engine'], f"{l['tok_s']:.1f}", f"{l['total_tok_s']:.0f}", *times, f"{l['peak_mb']:.0f}", f"{l['pss_mb']:.0f}", f"{l['cores']:.2f}", f"{100 * l['client_cpu']:.1f}", engine]
+    return text_table(['requests', 'engine', 'tok/s', 'with prompt', 'TTFT p50', 'p90', 'p99', 'ITL p50', 'p90', 'p99', 'peak MB', 'PSS MB', 'cores', 'client %', 'engine %'], list(map(row, lines)))
 
 # %% ../../nbs/measure/04_serving.ipynb #a77611f0
 def prefix_prompts(length, vocab_size, seed, tail=24):
@@ -335,7 +339,8 @@ def prefix_turns(contender, length, vocab_size, rounds, tokens=8):
             times.append(answer.first)
         cached.append(answer.cached)
     contender.pause()
-    return dict(engine=contender.name, prefix=length, rounds=rounds, cold_ms=percentiles(cold), warm_ms=percentiles(warm), cached=int(np.median(cached)), times_faster=round(float(np.median(np.divide(cold, warm))), 2))
+    return dict(engine=contender.name, prefix=length, rounds=rounds, cold_ms=percentiles(cold), warm_ms=percentiles(warm), cached=int(np.median(cached)),
+                times_faster=round(float(np.median(np.divide(cold, warm))), 2))
 
 def prefix_table(lines):
     return text_table(['prefix', 'engine', 'cold TTFT ms', 'warm TTFT ms', 'times faster', 'tokens from cache'],
@@ -346,7 +351,9 @@ def targets(lines, comparisons=(), prefixes=()):
     "What was promised, what came out: list of dict(what, figure, limit, met)"
     own = [l for l in lines if l['engine'] == 'sparkinfer']
     rate, found = {(l['prompt'], l['requests']): l['tok_s'] for l in own}, []
-    def add(what, figure, limit, at_most=False): found.append(dict(what=what, figure=round(figure, 3), limit=('<= ' if at_most else '>= ') + f'{limit:g}', met=figure <= limit if at_most else figure >= limit))
+    def add(what, figure, limit, at_most=False):
+        met = figure <= limit if at_most else figure >= limit
+        found.append(dict(what=what, figure=round(figure, 3), limit=('<= ' if at_most else '>= ') + f'{limit:g}', met=met))
     wanted = {l['what'] for l in own if l['requests'] in (1, 4, 16)}
     for c in comparisons:
         if c['what'] in wanted: add(f"{c['what']}: throughput / {c['against']}", c['ratio'], 2)
@@ -437,6 +444,20 @@ def measure_prefix(self: Bench, length, compare=False):
         try: self.found['prefixes'].append(prefix_turns(c, length, self.vocab_size, self.rounds))
         finally: c.close()
 
+# %% ../../nbs/measure/04_serving.ipynb #8289dd3c
+def record_text(record):
+    "All tables of a record of this bench, as it is printed and as it can be printed again from its file"
+    lines, versus, threads = record['lines'], record['comparison'], record['threads']
+    parts = [f"{record['file']}, {threads} threads, {'over HTTP' if record['http'] else 'in process'}; times in ms", summary_table(lines)]
+    if versus:
+        row = lambda v: [v['what'], f"{v['ours_tok_s']:.1f}", f"{v['theirs_tok_s']:.1f}", f"{v['ratio']:.2f}", v['against']]
+        parts.append(text_table(['requests', 'ours tok/s', 'theirs tok/s', 'ratio', 'against'], list(map(row, versus))))
+    parts += [make(record[name]) for make, name in ((prefix_table, 'prefix'), (targets_table, 'targets')) if record[name]]
+    if record['http']: parts.append(f"the client used {100 * max(l['client_cpu'] for l in lines):.1f} % of a core at most")
+    least = min((l['cores'] for l in lines if l['cores']), default=threads)
+    if least < 0.75 * threads: parts.append(f'WARNING: a server had {least:.2f} cores where it could use {threads}: other programs were running, and these figures say little')
+    return '\n\n'.join(parts) + '\n'
+
 # %% ../../nbs/measure/04_serving.ipynb #bf632f69
 def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads=2, runner='auto', http=False, compare=False, prefix=1000, save=False, say=lambda text: None, out=None):
     """Measure a server with the model at `path` under every load of `prompts` × `requests`, print tables and, as the last line, JSON; returns the record.
@@ -453,13 +474,7 @@ def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads
         if bench.client: bench.client.close()
     found = bench.found
     lines, prefixes, versus = found['lines'], found['prefixes'], comparison(found['rates']) if compare else []
-    promised = targets(lines, versus, prefixes)
-    tables = [f'{os.path.basename(str(path))}, {threads} threads, {"over HTTP" if http else "in process"}; times in ms', summary_table(lines)]
-    if versus: tables.append(text_table(['requests', 'ours tok/s', 'theirs tok/s', 'ratio', 'against'], [[v['what'], f"{v['ours_tok_s']:.1f}", f"{v['theirs_tok_s']:.1f}", f"{v['ratio']:.2f}", v['against']] for v in versus]))
-    tables += [make(rows) for make, rows in ((prefix_table, prefixes), (targets_table, promised)) if rows]
-    least = min((l['cores'] for l in lines if l['cores']), default=threads)
-    if least < 0.75 * threads: tables.append(f'WARNING: a server had {least:.2f} cores where it could use {threads}: other programs were running, and these figures say little')
-    if http: tables.append(f"the client used {100 * max(l['client_cpu'] for l in lines):.1f} % of a core at most")
-    record = dict(file=os.path.basename(str(path)), threads=threads, runner=runner, http=http, rounds=rounds, bench_seconds=round(time.perf_counter() - began, 1), lines=lines, comparison=versus, prefix=prefixes, targets=promised)
+    record = dict(file=os.path.basename(str(path)), threads=threads, runner=runner, http=http, rounds=rounds, bench_seconds=round(time.perf_counter() - began, 1),
+                  lines=lines, comparison=versus, prefix=prefixes, targets=targets(lines, versus, prefixes))
     if compare: record |= dict(peer='xllamacpp', peer_version=found['peer_version'], pinned=LLAMA_PIN, flash=found['flash'])
-    return report('bench-serving' + ('-http' if http else ''), '\n\n'.join(tables) + '\n', record, save, out)
+    return report('bench-serving' + ('-http' if http else ''), record_text(record), record, save, out)
