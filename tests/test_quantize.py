@@ -312,6 +312,10 @@ def respelled(file, **changes):
     entries = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({key: value for key, value in entries.items() if value is not ...}))
 
+def remodelled(folder, **changes):
+    "Change entries of a tokenizer's model"
+    respelled(folder/'tokenizer.json', model=json.loads((folder/'tokenizer.json').read_text())['model'] | changes)
+
 def rewritten(source, target, metadata=None, tensors=None):
     "A GGUF file with other metadata and tensors; ... takes one out"
     with open_gguf(source) as checkpoint: write_gguf(target, *({key: value for key, value in (mine | (other or {})).items() if value is not ...} for mine, other in ((checkpoint.metadata, metadata), (checkpoint.tensors, tensors))))
@@ -337,6 +341,10 @@ FOLDER_FAULTS = {      # what is done to a folder of tiny-llama: what must be in
     'a token that is a number': (lambda m: respelled(m/'tokenizer_config.json', eos_token=5), 'tokenizer_config.json: `eos_token`'),
     'quantisation that is no object': (lambda m: respelled(m/'config.json', quantization_config='fp8'), 'config.json: `quantization_config` must be an object'),
     'quantisation of an odd kind': (lambda m: respelled(m/'config.json', quantization_config=dict(quant_method='gptq')), "config.json: quant_method 'gptq' is not supported"),
+    'a mark at which the library panics': (lambda m: remodelled(m, continuing_subword_prefix='a long prefix'), 'tokenizer.json: model.continuing_subword_prefix'),
+    'an option of the wrong kind': (lambda m: remodelled(m, unk_token=5), 'tokenizer.json: model.unk_token must be a string'),
+    'merges of numbers': (lambda m: remodelled(m, merges=[[1, 2]]), 'tokenizer.json: model.merges must be a list of pairs of tokens'),
+    'half of a surrogate pair': (lambda m: remodelled(m, merges=[['\ud800', 'a']]), 'half of a surrogate pair'),
     'no JSON': (lambda m: (m/'config.json').write_text('{"model_type": '), 'config.json is not JSON'),
     'no JSON in the tokenizer': (lambda m: (m/'tokenizer.json').write_text('{'), 'tokenizer.json is not JSON'),
     'a vocabulary that is too large': (lambda m: respelled(m/'tokenizer.json', added_tokens=[*json.loads((m/'tokenizer.json').read_text())['added_tokens'], dict(id=450, content='<|one more|>', special=True)]), 'the tokenizer has 451 tokens and the embedding 400 rows')}
@@ -361,6 +369,10 @@ FILE_FAULTS = {
     'a tensor of another shape': (dict(tensors={'blk.0.ffn_down.weight': np.zeros((32, 64), np.float32)}), 'blk.0.ffn_down.weight is 32 × 64'),
     'a tensor of integers': (dict(tensors={'blk.0.ffn_down.weight': np.zeros((64, 64), np.int32)}), 'blk.0.ffn_down.weight (I32)'),
     'a tensor more': (dict(tensors={'blk.0.attn_sinks.weight': np.zeros(4, np.float32)}), 'blk.0.attn_sinks.weight'),
+    'an array for a name': (dict(metadata={'general.architecture': [1, 2]}), 'architecture [1, 2] is not supported'),
+    'an array for a word': (dict(metadata={'llama.rope.scaling.type': [1, 2]}), '`llama.rope.scaling.type` is [1, 2]'),
+    'an array for a number': (dict(metadata={'llama.attention.value_length': [1, 2]}), '`llama.attention.value_length` is [1, 2]'),
+    'an array for a token': (dict(metadata={'tokenizer.ggml.eos_token_id': [1, 2]}), 'tokenizer.ggml.eos_token_id is [1, 2]'),
     'no vocabulary': (dict(metadata={'tokenizer.ggml.tokens': ...}), 'tokenizer.ggml.tokens is missing'),
     'another vocabulary': (dict(metadata={'tokenizer.ggml.eos_token_id': 400}), 'tokenizer.ggml.eos_token_id is 400')}
 
@@ -371,6 +383,22 @@ def test_quantize_refuses_a_file_in_the_words_of_run(small_models, tmp_path, fau
     with pytest.raises(SparkinferError) as told: open_model(model)
     for target, to in (('x.gguf', 'Q8_0'), ('x', 'BF16')): said = refused('quantize', model, tmp_path/target, '--to', to)
     assert words in said and said.removeprefix('error: ').strip() == ' '.join(str(told.value).split()) and [p.name for p in tmp_path.iterdir()] == ['m.gguf']
+
+def test_axes_of_one_are_no_other_shape(small_models, tmp_path):
+    "`run` takes a tensor of (1, rows, columns) for the matrix that it is; q's rows were then reordered as if they were one"
+    folder, file = small_models['tiny-qwen35moe']
+    with open_gguf(file) as plain:
+        odd = {name: plain.tensors[name].dequantize()[None] for name in ('blk.3.attn_q.weight', 'blk.0.ffn_gate_inp_shexp.weight', 'blk.0.ssm_a', 'blk.0.attn_qkv.weight')}
+    rewritten(file, tmp_path/'odd.gguf', tensors=odd)
+    for source, made in ((file, 'plain'), (tmp_path/'odd.gguf', 'odd')): assert command('quantize', source, tmp_path/made, '--to', 'F32').exit_code == 0
+    assert command('quantize', tmp_path/'odd', tmp_path/'back.gguf', '--to', 'F32').exit_code == 0
+    with open_folder(tmp_path/'plain') as a, open_folder(tmp_path/'odd') as b: assert a.tensors.keys() == b.tensors.keys() and all(t.shape == b.tensors[n].shape and np.array_equal(t.dequantize(), b.tensors[n].dequantize()) for n, t in a.tensors.items())
+
+def test_a_recommendation_that_is_no_number_names_both_its_places():
+    from sparkinfer.engine.request import EngineDefaults
+    for value in ('hot', '', [1], True, float('nan'), np.array([1, 2]), 10**400):
+        with pytest.raises(FormatError, match=r"`general.sampling.top_k` in the model file \(`top_k` in a folder's generation_config.json\)") as told: EngineDefaults.from_metadata({'general.sampling.top_k': value})
+        assert not PYTHON.search(str(told.value))
 
 def test_half_a_model_is_refused(small_models, tmp_path):
     "One shard of two, with the other's name in no index"

@@ -122,8 +122,11 @@ class EngineDefaults:
         found, sources = {}, {}
         for name, key in _FILE_KEYS.items():
             if key not in metadata: continue
-            try: found[name], sources[name] = KNOBS[name].check(name, KNOBS[name].kind(metadata[key])), 'model file'
-            except (TypeError, ValueError, OverflowError, RequestError) as error: raise FormatError(f'`{key}` in the model file is {str(metadata[key])[:40]!r}, which cannot be used: {error}') from None
+            value = metadata[key]
+            try:
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e18: raise RequestError('it must be a number, and not an absurd one')
+                found[name], sources[name] = KNOBS[name].check(name, KNOBS[name].kind(value)), 'model file'
+            except RequestError as error: raise FormatError(f'`{key}` in the model file (`{name}` in a folder\'s generation_config.json) is {str(value)[:40]!r}, which cannot be used: {error}') from None
         for name, value in settings.items():
             if value is not None: found[name], sources[name] = value, 'setting'
         return cls(**found, sources=sources)

@@ -153,8 +153,8 @@ class Keys:
         self.prefix = f'{architecture}.' if prefix is None else prefix
 
     def get(self, key):
-        "The value as it stands in the file, or None"
-        return self.metadata.get(self.prefix + key)
+        "The value as it stands in the file, or None; of an array, a list (which can be compared, and where it is absurdly long, its beginning)"
+        return plain(self.metadata.get(self.prefix + key))
 
     def has(self, key): return self.get(key) is not None
 
@@ -163,7 +163,7 @@ class Keys:
         name = self.prefix + key
         if not self.has(key):
             raise FormatError(f'{self.source} has no `{name}`, which the {self.architecture} architecture needs; it is damaged or was converted by a tool that dropped it')
-        return kind(self.metadata[name], name)
+        return kind(self.get(key), name)
 
     def optional(self, key, kind, default):
         "The same, with a default"
@@ -205,7 +205,7 @@ def several(kind):
 
 def plain(value):
     "The value as Python's own numbers and lists: what was an array in the file reads `[1, 2]` in a message, and compares as one value"
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+    return value[:100_001].tolist() if isinstance(value, np.ndarray) and value.ndim else value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 def shown(value):
     "A value as an error message may show it: short, whatever the file holds"
@@ -302,7 +302,7 @@ def refuse_variants(keys, facts, scheme):
     where = f'{keys.source}: ' if scheme == 'hf' else ''
     for row in FORMULA:
         for key in getattr(row, scheme).split():
-            value = plain(keys.get(key))
+            value = keys.get(key)
             if value is None or (row.computed(value, facts) if callable(row.computed) else value in row.computed): continue
             values = '' if callable(row.computed) else f' ({" or ".join(map(shown, row.computed))})'
             raise UnsupportedError(f'{where}`{keys.prefix}{key}` is {shown(value)}; this engine computes {row.about}{values}')

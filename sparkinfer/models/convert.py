@@ -9,12 +9,12 @@ __all__ = ['ARCHITECTURES', 'HYBRID', 'MODEL_NAMES', 'LAYER_NAMES', 'MTP_NAMES',
            'layer_of_stack', 'layer_names', 'to_gguf_name', 'to_hf_name', 'Heads', 'rope_order', 'value_order',
            'inverse', 'Change', 'rows_in', 'columns_in', 'changes', 'next_orders', 'family_of', 'as_llama',
            'full_interval', 'rope_entries', 'gguf_metadata', 'hf_config', 'rule_of', 'gguf_tokenizer', 'token_id',
-           'write_hf_tokenizer', 'Model', 'checked', 'gguf_model', 'expert_parts', 'folder_model', 'inner_name',
-           'layer_number', 'open_model_parts', 'hf_parts', 'fused_qkvz', 'threads', 'releaser', 'shared_out',
-           'blocks_of', 'factors_of', 'nvfp4_entries', 'need_matches', 'stay_as', 'gguf_types', 'Conversion',
-           'type_before', 'write_as_gguf', 'counted', 'sweep', 'writing', 'new_place', 'need_room', 'left_plain',
-           'folder_kind', 'folder_maps', 'group_of', 'stays', 'shared_largest', 'by_threads', 'deferred', 'unfused',
-           'write_as_folder', 'is_file_name', 'need_fit', 'convert']
+           'write_hf_tokenizer', 'Model', 'as_asked', 'checked', 'gguf_model', 'expert_parts', 'as_stored',
+           'folder_model', 'inner_name', 'layer_number', 'open_model_parts', 'hf_parts', 'fused_qkvz', 'threads',
+           'releaser', 'shared_out', 'blocks_of', 'factors_of', 'nvfp4_entries', 'need_matches', 'stay_as',
+           'gguf_types', 'Conversion', 'type_before', 'write_as_gguf', 'counted', 'sweep', 'writing', 'new_place',
+           'need_room', 'left_plain', 'folder_kind', 'folder_maps', 'group_of', 'stays', 'shared_largest', 'by_threads',
+           'deferred', 'unfused', 'write_as_folder', 'is_file_name', 'need_fit', 'convert']
 
 # %% ../../nbs/models/06_convert.ipynb #9a7ff8c2
 import json, os, re, shutil, tempfile, time
@@ -228,7 +228,7 @@ def as_llama(metadata):
         text = text_part(metadata['config'])
         return metadata | {'config': {**text, 'text_config': None, 'architectures': None, 'model_type': 'llama'}} if text.get('model_type') in AS_LLAMA else metadata
     name = metadata.get('general.architecture')
-    return metadata if name not in AS_LLAMA else {re.sub(f'^{name}[.]', 'llama.', key): value for key, value in metadata.items()} | {'general.architecture': 'llama'}
+    return metadata if not isinstance(name, str) or name not in AS_LLAMA else {re.sub(f'^{name}[.]', 'llama.', key): value for key, value in metadata.items()} | {'general.architecture': 'llama'}
 
 # %% ../../nbs/models/06_convert.ipynb #de21c419
 def full_interval(kinds):
@@ -353,6 +353,12 @@ class Model:
     @property
     def tied(self): return 'output.weight' not in self.parts
 
+def as_asked(tensors, weights):
+    "The tensors in the shapes in which the model uses them, where they have axes of one more or less: what is computed with by name, row and column below must be what `run` computes with"
+    shapes = {t.name: t.shape for t in weights.table.values() if isinstance(t, Tensor)}
+    odd = {name: replace(t, shape=shapes[name]) for name, t in tensors.items() if shapes.get(name, t.shape) != t.shape}
+    return {name: odd.get(name, t) for name, t in tensors.items()}
+
 LEFT_OUT = ('model.visual.*', 'visual.*', '*.rotary_emb.inv_freq')
 EXPERT = re.compile(r'(.*\.mlp\.experts)\.([0-9]{1,6})\.(gate|up|down)_proj\.weight')
 FUSED = re.compile(r'(.*\.mlp\.experts)\.(gate_up|down)_proj(?:\.weight)?')
@@ -377,11 +383,12 @@ def checked(checkpoint):
     return config, weights, tokenizer
 
 # %% ../../nbs/models/06_convert.ipynb #b156febe
-def gguf_model(checkpoint):
-    "A `Model` of an open GGUF file. The factor of an NVFP4 tensor, `….scale` beside it, becomes part of the part."
+def gguf_model(checkpoint, config, weights, tokenizer):
+    "A `Model` of an open GGUF file and what `checked` found in it. The factor of an NVFP4 tensor, `….scale` beside it, becomes part of the part."
     beside = {f'{stem}.weight': name for name in checkpoint.tensors if name.endswith('.scale') and f'{(stem := name.removesuffix(".scale"))}.weight' in checkpoint.tensors}
     factor = lambda name: checkpoint.tensors[beside[name]].dequantize() if name in beside else None
-    parts = {name: Part.of(t, factor=factor(name)) for name, t in checkpoint.tensors.items() if name not in beside.values()}
+    tensors = as_asked(checkpoint.tensors, weights)
+    parts = {name: Part.of(t, factor=factor(name)) for name, t in tensors.items() if name not in beside.values()}
     return Model(dict(checkpoint.metadata), parts, dict(checkpoint.kinds), (), checkpoint)
 
 # %% ../../nbs/models/06_convert.ipynb #3001938c
@@ -405,9 +412,17 @@ def expert_parts(tensors):
     return stacks, used
 
 # %% ../../nbs/models/06_convert.ipynb #426b1050
+def as_stored(tensors, weights):
+    "`as_asked`, but for the two tensors that folders store with an axis of one: (channels, 1, taps) and (1, width)"
+    found = as_asked(tensors, weights)
+    for name, t in found.items():
+        if name.endswith('conv1d.weight') and len(t.shape) == 2: found[name] = replace(t, shape=(t.shape[0], 1, t.shape[1]))
+        if name.endswith('shared_expert_gate.weight') and len(t.shape) == 1: found[name] = replace(t, shape=(1, *t.shape))
+    return found
+
 def folder_model(checkpoint, config, weights, tokenizer):
     "A `Model` of an open folder and what `checked` found in it. UnsupportedError lists tensors that no rule knows."
-    tensors, architecture, heads, layers, parts, unknown = checkpoint.tensors, family_of(checkpoint.metadata), Heads.of(config), config.num_layers, {}, []
+    tensors, architecture, heads, layers, parts, unknown = as_stored(checkpoint.tensors, weights), family_of(checkpoint.metadata), Heads.of(config), config.num_layers, {}, []
     stacks, used = expert_parts(tensors)
     skipped = [name for name in tensors if any(fnmatchcase(name, pattern) for pattern in LEFT_OUT) or (name == 'lm_head.weight' and config.tie_embeddings)]
     def add(new, part):
@@ -442,7 +457,7 @@ def open_model_parts(source):
     checkpoint = open_checkpoint(resolve(source))
     try:
         found = checked(checkpoint)
-        return folder_model(checkpoint, *found) if 'config' in checkpoint.metadata else gguf_model(checkpoint)
+        return (folder_model if 'config' in checkpoint.metadata else gguf_model)(checkpoint, *found)
     except BaseException:
         checkpoint.close()
         raise
@@ -608,7 +623,7 @@ def write_as_gguf(model, target, to, maps=(), refit=False, progress=None):
     need_room(target, sum(sizes.values()))
     metadata = {key: value for key, value in model.metadata.items() if not key.startswith(('quantize.', 'split.'))} | {'general.file_type': recipe(to).file_type}
     if any(quant_type(name).block_size > 1 for name in types.values()): metadata['general.quantization_version'] = 2
-    write_gguf(target, metadata, counted(tensors, sum(sizes.values()), progress), kinds=model.kinds)
+    write_gguf(target, metadata, counted(tensors, sum(sizes.values()), progress), kinds={key: kind for key, kind in model.kinds.items() if metadata.get(key) is model.metadata.get(key)})
     return Conversion(Path(target), [(name, part.shape, type_before(part), types[name], sizes[name]) for name, part in model.parts.items()], model.skipped, notes=notes)
 
 # %% ../../nbs/models/06_convert.ipynb #cf0c64ab
@@ -800,7 +815,7 @@ def convert(source, target, to='Q4_K_M', maps=(), refit=False, *, layout=None, p
     with open_checkpoint(resolve(source)) as checkpoint:
         found, folder = checked(checkpoint), 'config' in checkpoint.metadata
         with writing(target):
-            if file: done = write_as_gguf(folder_model(checkpoint, *found) if folder else gguf_model(checkpoint), target, to, maps, refit, progress)
-            else: done = write_as_folder(checkpoint if folder else gguf_model(checkpoint), target, str(to).upper(), layout or 'modelopt', maps, progress)
+            if file: done = write_as_gguf((folder_model if folder else gguf_model)(checkpoint, *found), target, to, maps, refit, progress)
+            else: done = write_as_folder(checkpoint if folder else gguf_model(checkpoint, *found), target, str(to).upper(), layout or 'modelopt', maps, progress)
     done.seconds = time.perf_counter() - began
     return done

@@ -202,6 +202,8 @@ def token_id(self: Tokenizer, text: str) -> int | None:
 
 
 # %% ../../nbs/text/00_tokenizer.ipynb #b384a357
+def _shown(value): return repr(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)[:60]          # as the file has it, not as NumPy prints it
+
 def _need(metadata, key, kind, what):
     if key not in metadata: raise FormatError(f'{key} is missing, so text cannot be turned into tokens')
     if not isinstance(metadata[key], kind): raise FormatError(f'{key} is {type(metadata[key]).__name__}, and must be {what}')
@@ -222,12 +224,17 @@ def _token_types(metadata, count):
 def _id(metadata, name, count):
     key = f'tokenizer.ggml.{name}'
     if (value := metadata.get(key)) is None: return None
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)): raise FormatError(f'{key} is {value!r}, and must be a token id')
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)): raise FormatError(f'{key} is {_shown(value)}, and must be a token id')
     if value in (0xffffffff, -1): return None                                 # "none", as some converters write it
     if not 0 <= value < count: raise FormatError(f'{key} is {value}, outside of the vocabulary of {count} tokens')
     return int(value)
 
 # %% ../../nbs/text/00_tokenizer.ipynb #865a1900
+def _refusal(what, error):
+    "What to raise for an exception of the library: FormatError, also for a panic of its Rust, which is no `Exception`; an interrupt stays what it is"
+    if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)): return error
+    return FormatError(f'{what}: ' + ('a text in it has half of a surrogate pair' if isinstance(error, UnicodeError) or 'surrogates not allowed' in str(error) else ' '.join(str(error).split())[:300]))
+
 def _bpe(tokens, types, merges, rule):
     "The library's tokenizer for plain text: no added tokens, so that nothing in a text can become one"
     mergeable = np.isin(types, (NORMAL, USER_DEFINED, BYTE)).tolist()
@@ -238,7 +245,7 @@ def _bpe(tokens, types, merges, rule):
         i = next(i for i, pair in enumerate(pairs) if len(pair) != 2)
         raise FormatError(f'tokenizer.ggml.merges[{i}] is {merges[i]!r}, and must be two tokens with a space between')
     try: backend = hf.Tokenizer(hf.models.BPE(vocab, pairs, ignore_merges=rule.ignore_merges))
-    except Exception as error: raise FormatError(f'tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}') from None
+    except BaseException as error: raise _refusal('tokenizer.ggml.merges does not fit tokenizer.ggml.tokens', error) from None
     if rule.nfc: backend.normalizer = hf.normalizers.NFC()
     backend.pre_tokenizer = hf.pre_tokenizers.Sequence([*rule.stages(), hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     return backend
@@ -261,7 +268,7 @@ def from_gguf(cls: Tokenizer, metadata: dict # of a GGUF file
     for i in ends | {ids['bos_token_id']} - {None}:                           # what ends or begins a text is no text, whatever the converter wrote
         if types[i] in (NORMAL, USER_DEFINED) and _MARKUP.fullmatch(tokens[i]): types[i] = CONTROL
     add_bos = metadata.get('tokenizer.ggml.add_bos_token', rule.add_bos)
-    if not isinstance(add_bos, (bool, np.bool_)): raise FormatError(f'tokenizer.ggml.add_bos_token is {add_bos!r}, and must be true or false')
+    if not isinstance(add_bos, (bool, np.bool_)): raise FormatError(f'tokenizer.ggml.add_bos_token is {_shown(add_bos)}, and must be true or false')
     return cls(_bpe(tokens, types, merges, rule), tokens, types, ids['bos_token_id'], ids['eos_token_id'], ends, add_bos, name)
 
 # %% ../../nbs/text/00_tokenizer.ipynb #6c98404e
@@ -330,13 +337,17 @@ def _library_tokenizer(path, data, tokens, types):
     model, controls = data['model'], {tokens[i] for i in np.flatnonzero(types == CONTROL)}
     merges = model.get('merges')
     pairs = [tuple(m.split(' ')) if isinstance(m, str) else tuple(m) if isinstance(m, list) else () for m in merges] if isinstance(merges, list) else None
-    if pairs is None or any(len(pair) != 2 for pair in pairs): raise FormatError(f'{path}: model.merges must be a list of pairs of tokens')
-    options = {key: model[key] for key in ('unk_token', 'continuing_subword_prefix', 'end_of_word_suffix', 'fuse_unk', 'ignore_merges') if model.get(key)}
+    if pairs is None or not all(len(pair) == 2 and all(isinstance(token, str) for token in pair) for pair in pairs): raise FormatError(f'{path}: model.merges must be a list of pairs of tokens')
+    for key, kind, what in (('unk_token', str, 'a string'), ('fuse_unk', bool, 'true or false'), ('ignore_merges', bool, 'true or false')):
+        if not isinstance(model.get(key), kind | None): raise FormatError(f'{path}: model.{key} must be {what}; the file says {_shown(model[key])}')
+    for key in ('continuing_subword_prefix', 'end_of_word_suffix', 'byte_fallback'):
+        if model.get(key): raise UnsupportedError(f'{path}: model.{key} is {_shown(model[key])}; in byte-level BPE words are bytes without marks')
+    options = {key: model[key] for key in ('unk_token', 'fuse_unk', 'ignore_merges') if model.get(key)}
     rule = {'version': '1.0', 'added_tokens': [], 'post_processor': None, 'truncation': None, 'padding': None, 'model': {'type': 'BPE', 'vocab': {}, 'merges': []}} | {key: data.get(key) for key in ('normalizer', 'pre_tokenizer', 'decoder')}
     try:
         backend = hf.Tokenizer.from_str(json.dumps(rule))
         backend.model = hf.models.BPE({t: i for t, i in model['vocab'].items() if t not in controls}, pairs, **options)
-    except Exception as error: raise FormatError(f'{path}: the tokenizers library cannot use it: {error}') from None
+    except BaseException as error: raise _refusal(f'{path}: the tokenizers library cannot use it', error) from None
     return backend
 
 def _first_token(data):
