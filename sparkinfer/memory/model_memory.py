@@ -395,7 +395,7 @@ def load(self: ModelMemory, path) -> int:
         file.close()
         raise
     self._files.append(file)
-    self._graft(arrays, lambda name, i, nbytes, check: Saved(file, places[name][2] + i * nbytes, nbytes, int(check)))
+    self._graft(arrays, lambda name, i, nbytes, check: Saved(file, places[name][2] + i * nbytes, nbytes, check))
     return len(arrays['block_lengths'])
 
 def read_places(path):
@@ -435,10 +435,13 @@ def read_small(file, path, places, identity):
 @patch
 def _graft(self: ModelMemory, arrays, saved):
     "The nodes and snapshots of a saved cache into the tree, each with the place of its bytes"
-    cache, made, p, s = self.cache, [], self.runner.page_bytes, self.runner.state_bytes
-    for i, (tokens, length, parent) in enumerate(zip(arrays['block_tokens'], arrays['block_lengths'].tolist(), arrays['block_parents'].tolist())):
+    cache, made = self.cache, []
+    def rows(name, before, checks):
+        tokens = encode(arrays[f'{name}_tokens'])
+        for i, row in enumerate(zip(arrays[f'{name}_lengths'].tolist(), arrays[before].tolist(), arrays[checks].tolist())):
+            yield i, tokens[i * BLOCK:i * BLOCK + row[0] * WIDTH], row[1], row[2]
+    for i, key, parent, check in rows('block', 'block_parents', 'page_checks'):
+        made.append(cache.insert_host(made[parent] if parent >= 0 else cache.root, key, saved('pages', i, self.runner.page_bytes, check), -i))
+    for i, key, parent, check in rows('snapshot', 'snapshot_blocks', 'snapshot_checks'):
         node = made[parent] if parent >= 0 else cache.root
-        made.append(cache.insert_host(node, encode(tokens[:length]), saved('pages', i, p, arrays['page_checks'][i]), -i))
-    for i, (tokens, length, parent) in enumerate(zip(arrays['snapshot_tokens'], arrays['snapshot_lengths'].tolist(), arrays['snapshot_blocks'].tolist())):
-        node, key = made[parent] if parent >= 0 else cache.root, encode(tokens[:length])
-        if key not in node.snapshots and node.cover(key) is not None: node.snapshots[key] = Snapshot((node, key), None, saved('snapshots', i, s, arrays['snapshot_checks'][i]))
+        if key not in node.snapshots and node.cover(key) is not None: node.snapshots[key] = Snapshot((node, key), None, saved('snapshots', i, self.runner.state_bytes, check))

@@ -204,7 +204,7 @@ def _remove_leaf(self: PrefixCache, node):
     del parent.children[node.key]
     del parent.order[bisect_left(parent.order, node.key)]
     node.parent, node.host, self.nodes = None, None, self.nodes - 1
-    for n in range(len(node.key), 0, -WIDTH):
+    for n in range(len(node.key), 0, -WIDTH) if parent.snapshots else ():
         if (snapshot := parent.snapshots.get(node.key[:n])) and parent.cover(node.key[:n]) is None: self.remove_snapshot(snapshot)
 
 # %% ../../nbs/memory/02_prefix_cache.ipynb #7e74e4ce
