@@ -6,9 +6,9 @@
 __all__ = ['SAMPLING', 'model_option', 'CHAT_HELP', 'OneLine', 'explain', 'Command', 'Group', 'cli', 'main', 'sampling_options',
            'load_options', 'Numbers', 'read_prompt', 'peak_memory', 'shown_params', 'stats_text', 'completion_record',
            'run', 'show_answer', 'chat_command', 'read_line', 'chat', 'say', 'chat_greeting', 'setting_option',
-           'ServeCommand', 'serve', 'inspect', 'missing_files', 'inspect_record', 'written_bytes', 'interruptible',
-           'quantize', 'synth', 'shown_size', 'shown_path', 'pull', 'list_command', 'rm', 'warmup', 'BenchCommand',
-           'bench', 'bench_serving_command', 'evaluate', 'eval_kl_command', 'eval_logits_command']
+           'ServeCommand', 'serve', 'inspect', 'missing_files', 'inspect_record', 'written_bytes', 'named',
+           'interruptible', 'quantize', 'synth', 'shown_size', 'shown_path', 'pull', 'list_command', 'rm', 'warmup',
+           'BenchCommand', 'bench', 'bench_serving_command', 'evaluate', 'eval_kl_command', 'eval_logits_command']
 
 # %% ../nbs/11_cli.ipynb #7a084505
 import errno, json, os, sys, time
@@ -303,7 +303,7 @@ def missing_files(checkpoint):
     if 'config' not in checkpoint.metadata: return
     home = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     for name, there, what in (('config.json', checkpoint.metadata['config'], 'nothing says what these tensors are'), ('tokenizer.json', 'tokenizer.json' in checkpoint.metadata, 'text cannot become tokens')):
-        if not there: yield f'{home} has no {name}, so {what}: they can be looked at, but not run or converted'
+        if not there: yield f'{home} has no {name}, so {what}; it can be looked at, but not run or converted'
 
 def inspect_record(checkpoint):
     "A checkpoint's facts for JSON; long arrays of metadata are given by their length"
@@ -325,6 +325,11 @@ def written_bytes(label, quiet=False):
             bar.update(done - bar.n)
         yield progress
 
+def named(target):
+    "OUT as a path: `x.gguf/` is the file x.gguf, whoever typed it"
+    if not target: raise click.UsageError('OUT is empty, and needs a name')
+    return target.rstrip('/') or target
+
 @contextmanager
 def interruptible(target):
     "Ctrl-C is one line and exit code 130. The writers have removed what they had of `target` by then"
@@ -344,11 +349,11 @@ def interruptible(target):
 @click.option('-q', '--quiet', is_flag=True, help='No progress on stderr.')
 def quantize(source, target, to, maps, refit, layout, quiet):
     "Convert IN (a GGUF file, a Hugging Face folder, a model's name) to OUT: a GGUF file if its name ends in .gguf, else a safetensors folder."
-    target = target.rstrip('/') or target                                      # `x.gguf/` is the file x.gguf, whoever typed it
+    target = named(target)
     with interruptible(target):
         from sparkinfer.models.convert import convert, is_file_name
         with written_bytes(os.path.basename(target), quiet) as progress:
-            done = convert(source, target, to or ('Q4_K_M' if is_file_name(target) else 'NVFP4'), maps, refit, layout=layout, progress=progress)
+            done = convert(source, target, to if to is not None else 'Q4_K_M' if is_file_name(target) else 'NVFP4', maps, refit, layout=layout, progress=progress)
     click.echo(f'{done!r}\nin {done.seconds:.1f} s')
 
 @cli.command()
@@ -363,7 +368,7 @@ def synth(shape, out, layers, container, to, seed, quiet):
     """Write random weights in the shape of a named model.
 
     SHAPE: qwen3-30b-a3b, qwen3.6-35b-a3b, qwen3.8-27b; small-qwen35, small-qwen35moe; tiny-llama, tiny-qwen3, tiny-qwen3moe, tiny-qwen3next, tiny-qwen35, tiny-qwen35moe."""
-    out = out.rstrip('/') or out
+    out = named(out)
     with interruptible(out):
         from sparkinfer.models.convert import is_file_name
         from sparkinfer.models.synthetic import synth as write

@@ -257,7 +257,7 @@ def write_mix(s, model, out, seed=0, progress=None):
         return lambda: pooled(types[name], sizes[name], seed)
     tensors = {name: (quant_type(types[name]), part.shape, pieces(name, part)) for name, part in model.parts.items()}
     write_gguf(out, model.metadata | {'general.file_type': 15, 'general.quantization_version': 2}, counted(tensors, sum(sizes.values()), progress))
-    return Conversion(out, [(name, part.shape, 'noise', types[name], sizes[name]) for name, part in model.parts.items()], notes=('the usual mix of a GGUF file: Q4_K, with Q5_K, Q6_K, Q8_0 and F32 where published Q4_K_M files have them (--to gives one recipe)',))
+    return Conversion(out, [(name, part.shape, 'noise', types[name], sizes[name]) for name, part in model.parts.items()], notes=('the usual mix of a GGUF file: mostly Q4_K, as in published Q4_K_M files (--to gives one recipe)',))
 
 # %% ../../nbs/models/03_synthetic.ipynb #d3507056
 @lru_cache(None)
