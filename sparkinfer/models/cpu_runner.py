@@ -275,7 +275,7 @@ def _place_state(self: CpuRunner):
     plan[STATE_STRIDE] = plan[CONV_STRIDE] = self.state_bytes
     self.memory += [self.pages, self.states, self.block_tables]
 
-# %% ../../nbs/models/04_cpu_runner.ipynb #5cc282e4
+# %% ../../nbs/models/04_cpu_runner.ipynb #7e6b1e0c
 @patch
 def set_length(self: CpuRunner, slot, length):
     check_length(slot, length, self)

@@ -16,7 +16,7 @@ import numpy as np
 from ..jit import jit
 from .simd import (absolute, add, exp_f32x8, f32x8, fma, i32x8, load_f32, load_f32x8, load_i32, load_i64, max_lanes, maximum, mul, prefetch,
                                  splat, store, sub, sum_lanes, zero_f32x8)
-from .simd import _constant, _f16_to_f32, _f32_to_f16, _load, _store
+from .simd import _NATIVE_F16, _constant, _f16_to_f32, _f32_to_f16, _load, _store
 
 # %% ../../nbs/ops/03_attention.ipynb #870e1d6b
 def softmax_spec(x):
@@ -45,7 +45,7 @@ PAGE = 16                                     # positions of one page of memory;
 _f = np.float32
 _LOWEST = _f(-1e30)
 
-# %% ../../nbs/ops/03_attention.ipynb #c2cf5672
+# %% ../../nbs/ops/03_attention.ipynb #57e2cd46
 KV_F32, KV_F16, KV_BF16, KV_INT8 = np.float32(0), np.int16(0), np.uint16(0), np.int8(0)
 KV_TYPES = {'f32': KV_F32, 'f16': KV_F16, 'bf16': KV_BF16, 'int8': KV_INT8}
 
@@ -71,7 +71,7 @@ def cached_spec(x, kv_type):
         return q * scale[..., None]
     return {'f32': np.asarray(x, _f), 'f16': np.asarray(x).astype(np.float16).astype(_f), 'bf16': bfloat16_spec(x)}[kv_type]
 
-# %% ../../nbs/ops/03_attention.ipynb #8a8186bc
+# %% ../../nbs/ops/03_attention.ipynb #026038d5
 def _is_i8(tag): return isinstance(tag, types.Integer) and tag.bitwidth == 8
 
 @intrinsic
@@ -95,16 +95,23 @@ def load8(typingctx, tag, address):
     def codegen(context, b, signature, args):
         if isinstance(tag, types.Float): return _load(b, args[1], f32x8.llvm)
         if _is_i8(tag): return b.sitofp(b.sext(_load(b, args[1], _I8x8), i32x8.llvm), f32x8.llvm)
-        if tag.signed: return _f16_to_f32(b, _load(b, args[1], ir.VectorType(ir.HalfType(), 8)))
+        if tag.signed and _NATIVE_F16: return _f16_to_f32(b, _load(b, args[1], ir.VectorType(ir.HalfType(), 8)))
+        if tag.signed:                                                           # the portable road knows finite numbers only
+            bits = _load(b, args[1], _I16x8)
+            beyond = b.icmp_unsigned('>=', b.and_(bits, ir.Constant(_I16x8, [0x7fff] * 8)), ir.Constant(_I16x8, [0x7c00] * 8))
+            return b.select(beyond, b.bitcast(_constant(i32x8, 0x7fc00000), f32x8.llvm), _f16_to_f32(b, b.bitcast(bits, ir.VectorType(ir.HalfType(), 8))))
         return b.bitcast(b.shl(b.zext(_load(b, args[1], _I16x8), i32x8.llvm), _constant(i32x8, 16)), f32x8.llvm)
     return f32x8(tag, types.int64), codegen
 
-# %% ../../nbs/ops/03_attention.ipynb #69cce17c
+# %% ../../nbs/ops/03_attention.ipynb #e220310e
 def _narrow(b, tag, value):
     "f32x8 as eight cached numbers, to nearest even (int8: of magnitudes up to 127)"
     if isinstance(tag, types.Float): return value
     if _is_i8(tag): return b.trunc(b.bitcast(b.fadd(value, _constant(f32x8, 1.5 * 2**23)), i32x8.llvm), _I8x8)     # the adder rounds; the low byte is the number
-    if tag.signed: return _f32_to_f16(b, value)
+    if tag.signed and _NATIVE_F16: return _f32_to_f16(b, value)
+    if tag.signed:
+        beyond = b.fsub(value, value)
+        return b.select(b.fcmp_unordered('uno', beyond, beyond), ir.Constant(_I16x8, [0x7e00] * 8), b.bitcast(_f32_to_f16(b, value), _I16x8))
     bits = b.bitcast(value, i32x8.llvm)
     odd = b.and_(b.lshr(bits, _constant(i32x8, 16)), _constant(i32x8, 1))
     rounded = b.lshr(b.add(bits, b.add(odd, _constant(i32x8, 0x7fff))), _constant(i32x8, 16))
@@ -127,7 +134,7 @@ def scatter8(typingctx, tag, address, stride, value):
         return context.get_dummy_value()
     return types.void(tag, types.int64, types.int64, value), codegen
 
-# %% ../../nbs/ops/03_attention.ipynb #3d6e3fdd
+# %% ../../nbs/ops/03_attention.ipynb #b077437b
 @jit
 def head_page_bytes(tag, head_dim):
     "Bytes of one page of one key head: keys, values and, for int8, their scales"
@@ -163,7 +170,7 @@ def write_value(tag, page, at, head_dim, value):
         x = load_f32x8(value + 4 * i)
         store8(tag, page + ((PAGE + at) * head_dim + i) * size, mul(x, splat(inverse)) if has_scales(tag) else x)
 
-# %% ../../nbs/ops/03_attention.ipynb #bf1c7228
+# %% ../../nbs/ops/03_attention.ipynb #260229a6
 AHEAD = 8 * (CHUNK // PAGE)                   # bytes from a page's address to that of the page to ask for meanwhile
 
 @jit
@@ -384,7 +391,7 @@ def _attend_rows(tag, q, rows, spots, count, head_dim, scale, scores, partial, s
     for c in range(head_dim // 32 * 32, head_dim, 8):
         for r in range(rows): _values_narrow(tag, scores + 4 * CHUNK * r, spots, values + size * c, row, count, o + stride * r + 4 * c)
 
-# %% ../../nbs/ops/03_attention.ipynb #855be30a
+# %% ../../nbs/ops/03_attention.ipynb #a394bf97
 ATTEND_SCRATCH = 4 * 3 * CHUNK + 2 * AHEAD    # bytes
 
 @jit
