@@ -436,3 +436,9 @@ def test_quantisation_of_the_wrong_kind_is_named(tmp_path, config):
     import json
     (tmp_path/'m'/'config.json').write_text(json.dumps({'model_type': 'llama'} | config))
     with pytest.raises(FormatError, match='/m/config.json: `(quantization|compression)_config'): open_folder(tmp_path/'m')
+
+@pytest.mark.parametrize('name', ['', 'model.safetensors', 'config.json'])
+def test_a_folder_is_opened_by_any_of_its_files(tmp_path, name):
+    from sparkinfer.formats.safetensors import open_checkpoint
+    write_folder(tmp_path/'m', {'a.weight': np.ones((4, 4), np.float32)}, {'model_type': 'llama'})
+    with open_checkpoint(tmp_path/'m'/name) as opened: assert list(opened.tensors) == ['a.weight'] and opened.metadata['config'] == {'model_type': 'llama'}
