@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from sparkinfer.errors import FormatError, UnsupportedError
 from sparkinfer.memory.host_spill import HostSpill
-from sparkinfer.memory.model_memory import ModelMemory
+from sparkinfer.memory.model_memory import ModelMemory, weights_fingerprint
 from sparkinfer.models.forward import Batch
 from sparkinfer.models.toy_runner import ToyRunner
 from sparkinfer.ops.attention import PAGE
@@ -497,6 +497,59 @@ def test_a_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError): memory.save(tmp_path/'cache')
     assert (tmp_path/'cache').read_bytes() == old and [p.name for p in tmp_path.iterdir()] == ['cache']
 
+
+@lru_cache(None)
+def tiny(name):
+    import json
+    from sparkinfer.formats.safetensors import open_folder
+    from sparkinfer.models.config import ModelConfig
+    from sparkinfer.models.weights import Weights
+    folder = Path(__file__).resolve().parent.parent/'data/reference/tiny'/name
+    checkpoint = open_folder(folder)
+    return Weights.from_checkpoint(checkpoint, ModelConfig.from_hf(json.loads((folder/'config.json').read_text()), checkpoint.tensors))
+
+def real(kind, weights, **options):
+    from sparkinfer.models.cpu_runner import CpuRunner
+    from sparkinfer.models.forward import SpecRunner
+    runner = SpecRunner() if kind == 'spec' else CpuRunner(1, kv_type=kind)
+    return ModelMemory(runner.load(weights, max_context=144, num_slots=2, num_pages=14), fingerprint=weights_fingerprint(weights), **options)
+
+def answer(memory, prompt, marks=()):
+    "The last token's logits, and how many tokens were known"
+    lease = memory.open(prompt, marks)
+    while (start := lease.length) < len(prompt):
+        end = min([start + 40, len(prompt)] + [s for s in lease.stops if s > start])
+        assert memory.extend(lease, end)
+        result = memory.runner.collect(memory.runner.submit(Batch.of(prompt[start:end], start, lease.slot)))
+        if end in lease.stops: memory.checkpoint(lease, prompt[:end])
+    memory.close(lease, prompt)
+    return result.logits[0], lease.cached
+
+@pytest.mark.parametrize('name, kind', [('llama', 'spec'), ('qwen3_next', 'spec'), ('qwen3_5-r2', 'spec'), ('llama', 'f16'), ('qwen3_5-r2', 'f16'), ('llama', 'int8')])
+def test_real_runners_go_on_from_what_was_kept(name, kind, tmp_path):
+    "Cold, warm, pushed out to the host and read from a file after a restart: the same logits"
+    weights, spill = tiny(name), HostSpill(10_000_000)
+    prompts = [np.random.default_rng(seed).integers(0, weights.config.vocab_size, 70 + seed) for seed in range(4)]
+    for p in prompts: p[:37] = prompts[0][:37]
+    cold = real(kind, weights, prefix_cache=False)
+    want = [answer(cold, p)[0] for p in prompts]
+    memory = real(kind, weights, spill=spill, snapshot_bytes=3 * cold.runner.state_bytes)
+    for turn in range(3):
+        for i, p in enumerate(prompts):
+            logits, cached = answer(memory, p, marks=[37, len(p) - 1])
+            assert cached == (len(p) - 1 if turn else 37 if i else 0)
+            np.testing.assert_allclose(logits, want[i], atol=1e-4 if kind == 'spec' else 2e-2, rtol=0)
+    assert memory.stats()['restores'] > 0 and memory.stats()['damaged'] == 0
+    memory.save(tmp_path/'cache')
+    again = real(kind, weights)
+    again.load(tmp_path/'cache')
+    logits, cached = answer(again, prompts[2])
+    assert cached == len(prompts[2]) - 1
+    np.testing.assert_allclose(logits, want[2], atol=1e-4 if kind == 'spec' else 2e-2, rtol=0)
+    for m in (memory, again, cold): m.check(); m.runner.close()
+    with pytest.raises(UnsupportedError, match='fingerprint'): real('spec', tiny('llama' if name != 'llama' else 'qwen3')).load(tmp_path/'cache')
+    if kind != 'spec':
+        with pytest.raises(UnsupportedError, match="runner is 'CpuRunner' there and 'SpecRunner' here"): real('spec', weights).load(tmp_path/'cache')
 
 def search(examples, **more): run_state_machine_as_test(Machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), **more))
 
