@@ -236,7 +236,7 @@ def process_figures(pid='self'):
 OWN = '''
 from sparkinfer.llm import load_engine, open_model
 from sparkinfer.measure.serving import own_server
-own_server(lambda report: load_engine(open_model({path!r}, False), context={context}, threads={threads}, runner={runner!r})[0])
+own_server(lambda report: load_engine(open_model({path!r}, False), context={context}, threads={threads}, runner={runner!r}, slots={requests}, kv_tokens={kv_tokens})[0])
 '''
 
 def own_server(factory):
@@ -246,8 +246,7 @@ def own_server(factory):
     with background_server(factory, ServeSettings(port=0, shutdown_seconds=0)) as state:
         def handle(prompts=None, tokens=1):
             if prompts is not None: return engine_round(state.engine, prompts, tokens)
-            stats = state.engine.stats() if hasattr(state.engine, 'stats') else {}
-            return {name: value for name, value in stats.items() if isinstance(value, (int, float))}
+            return {name: value for name, value in state.engine.stats().items() if isinstance(value, (int, float))}
         answer_lines(replies, handle, url=state.url)
 
 # %% ../../nbs/measure/04_serving.ipynb #0ef118fc
@@ -380,7 +379,9 @@ class Bench:
     say: object = lambda text: None
     found: dict = field(default_factory=lambda: dict(lines=[], rates=[], flash=[], prefixes=[], peer_version=None))
 
-    def own(self, load): return Contender('sparkinfer', OWN.format(path=self.path, context=load.context, threads=self.threads, runner=self.runner, requests=load.requests), self.client)
+    def own(self, load):
+        kv_tokens = load.requests * (load.context + 32)      # memory is given out in pages of 16 tokens
+        return Contender('sparkinfer', OWN.format(path=self.path, context=load.context, threads=self.threads, runner=self.runner, requests=load.requests, kv_tokens=kv_tokens), self.client)
     def llama(self, load, flash):
         code = LLAMA.format(path=self.path, threads=self.threads, requests=load.requests, context=load.context, flash=flash)
         made = Contender('llama.cpp, fa ' + ('on' if flash else 'off'), code, self.client, samplers=['temperature'])
