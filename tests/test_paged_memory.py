@@ -105,3 +105,23 @@ def test_every_type_of_cache_predicts_the_same(kv_type):
     assert runner.page_bytes == {'f32': 4, 'f16': 2, 'bf16': 2, 'int8': 1}[kv_type] * 2 * PAGE * weights.config.kv_size * weights.config.layer_kinds.count('attention') + (
         8 * PAGE * weights.config.num_kv_heads * weights.config.layer_kinds.count('attention') if kv_type == 'int8' else 0)
     runner.close()
+
+@pytest.mark.parametrize('kind, name', [(kind, name) for kind in ('spec', 'cpu') for name in NAMES[:2]])
+def test_a_manager_of_memory_on_a_real_model(kind, name):
+    "A sequence, a fork of it, and a third that finds both in the cache: each as if it were alone. The manager's own tests use a toy model"
+    from sparkinfer.memory.model_memory import ModelMemory
+    ids, weights = text_of(name, 130), folder_weights(name)
+    plain, runner = KINDS[kind]().load(weights, max_context=144), KINDS[kind]().load(weights, max_context=144, num_slots=3, num_pages=20)
+    want, memory = feed(plain, ids[:121]), ModelMemory(runner)
+    one = memory.open(ids[:60])
+    assert one.cached == 0 and memory.extend(one, 60) and same(kind, feed(runner, ids[:60], slot=one.slot), want[:60])
+    two = memory.fork(one, ids[:60])
+    assert memory.extend(one, 120) and memory.extend(two, 100)
+    together = runner.submit(Batch.join([Batch.of(ids[60:120], 60, one.slot, 'all'), Batch.of(ids[60:100], 60, two.slot, 'all')])).logits
+    assert same(kind, together[:60], want[60:120]) and same(kind, together[60:], want[60:100])
+    memory.close(two, ids[:100]); memory.close(one, ids[:120]); memory.check()
+    three = memory.open(ids[:121])
+    assert three.cached >= 96 and memory.extend(three, 121)
+    assert same(kind, feed(runner, ids[three.cached:121], start=three.cached, slot=three.slot)[-1], want[-1])
+    memory.close(three, ids[:121]); memory.check()
+    plain.close(); runner.close()
