@@ -6,10 +6,10 @@
 __all__ = ['SCALARS', 'scalars', 'warp', 'matrix_products', 'TINY_SHAPES', 'FULL_SHAPES', 'SHAPES', 'read_all', 'MODELS',
            'VOCABULARY', 'KEY_HEADS', 'DELTA_DIM', 'HEAD_DIM', 'ROPE_DIM', 'TAPS', 'INTERVAL', 'SPREADS', 'TUNE',
            'PARTS', 'LAUNCHES', 'CHECKS', 'check_instructions', 'check_warp', 'check_matrix_products', 'linear_spec',
-           'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_fused',
-           'check_experts', 'check_delta', 'check_attention', 'check_ends', 'noise', 'time_gemv', 'read_rate',
-           'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table', 'bench_step',
-           'compile_all', 'main']
+           'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_fused', 'check_rows',
+           'check_experts', 'check_jobs', 'check_delta', 'check_attention', 'check_ends', 'noise', 'time_gemv',
+           'read_rate', 'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table',
+           'bench_step', 'compile_all', 'main']
 
 # %% ../../nbs/cuda/90_check.ipynb #b6083cd9
 import argparse, json, sys, time
@@ -29,6 +29,7 @@ from .gated_deltanet import delta_step_kernel
 from .moe_routing import experts_down_kernel, experts_up_kernel, router_blocks, router_kernel
 from .graphs import Buffer, CudaError, Graph, Kernel, checked, driver, replay_seconds
 from .linear import KINDS, PACKERS, Matrix, embed, gemv, gemv_arguments, gemv_kernel, kind_of, pack, plane_bytes, prepare, quantize_rows, quantize_spec, record_bytes, records_spec
+from .rows import JOB_WORDS, add_parts_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel, round_rows, rows_product, tiled_records_spec
 from .sampling import best_of_all, greedy
 from .ptx import *
 from .ptx import SIMULATED, TWINS, shared_address
@@ -217,13 +218,13 @@ def check_stages(rng):
         assert error < (3e-6 if type_name == 'F32' else 1e-3), f'{type_name} {rows} × {columns} {stage}: relative error {error:.1e}'
     return f'norm, gated, quantize, add: largest relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #23c0fbb8
+# %% ../../nbs/cuda/90_check.ipynb #dafe9ff2
 def check_fused(rng):
     "`fat_gemv` with every stage against the specs, poisoned answers, memory behind them untouched"
     worst = 0.
     cases = [('Q8_0', 5, 256, 2, 'norm', {}), ('Q4_K', 7, 512, 1, 'gated', dict(add=True)), ('Q6_K', 3, 256, 1, 'quantize', dict(buffers=2, blocks=1, block=32))] if SIMULATED else [
         ('Q8_0', 12353, 2048, 1, 'norm', {}), ('Q8_0', 2047, 4096, 1, 'gated', dict(add=True)), ('Q4_K', 1301, 5120, 1, 'norm', dict(blocks=7)), ('Q4_K', 5119, 6144, 1, 'gated', dict(add=True)), ('Q6_K', 301, 5120, 3, 'norm', dict(rows_each=2, chunk=2)),
-        ('Q5_K', 77, 768, 8, 'quantize', dict(add=True)), ('Q8_0', 515, 2048, 8, 'norm', dict(block=256)), ('NVFP4', 515, 1024, 2, 'copy', {}), ('Q4_0', 131, 17408, 1, 'quantize', {}), ('Q8_0', 37, 4096, 4, 'gated', dict(rows_each=2)), ('Q4_K', 5119, 5120, 1, 'norm', dict(blocks=33, buffers=2)), ('Q8_0', 12353, 2048, 1, 'norm', dict(rows_each=1, buffers=2, block=256))]
+        ('Q5_K', 77, 768, 8, 'quantize', dict(add=True)), ('Q8_0', 515, 2048, 8, 'norm', dict(block=256)), ('NVFP4', 515, 1024, 2, 'copy', {}), ('Q4_0', 131, 17408, 1, 'quantize', {}), ('Q8_0', 37, 4096, 4, 'gated', dict(rows_each=2)), ('Q4_K', 5119, 5120, 1, 'norm', dict(blocks=33, buffers=2, chunk=8, block=256)), ('Q8_0', 12353, 2048, 1, 'norm', dict(rows_each=1, buffers=2, block=256))]
     for type_name, rows, columns, tokens, stage, options in cases:
         blocks, factor = random_matrix(type_name, rows, columns, rng)
         x, z = ((rng.normal(0, 2, (tokens, columns)) * np.exp(rng.normal(0, .5, (1, columns)))).astype(np.float32) for _ in range(2))
@@ -242,6 +243,29 @@ def check_fused(rng):
         error = np.linalg.norm(got[:, :rows] - product - (h if add else 0)) / np.linalg.norm(product)
         worst = max(worst, error)
         assert error < 1e-3, f'{type_name} {rows} × {columns}, {tokens} tokens, {stage} {options}: relative error {error:.1e}'       # a value next to the middle of two integers may go to either
+    return f'{len(cases)} cases: largest relative error {worst:.1e}'
+
+# %% ../../nbs/cuda/90_check.ipynb #cd467213
+def check_rows(rng):
+    "`round_rows` byte for byte, `rows_product` against the spec, poisoned answers, memory behind them untouched"
+    worst, cases = 0., [('Q8_0', 21, 256, 5, {}), ('Q5_K', 7, 256, 9, dict(tiles=1))] if SIMULATED else \
+        [(name, *shape, options) for name in PACKERS if kind_of(name).rounded for *shape, options in ((37, 512, 8, {}), (531, 2048, 32, dict(tiles=2)), (130, 5120, 11, dict(tiles=1, warps=8)), (64, 17408, 40, {}), (5, 1280, 1, {}))]
+    for name, rows, columns, tokens, options in cases:
+        blocks, factor = random_matrix(name, rows, columns, rng)
+        x = (rng.normal(0, 1, (tokens, columns)) * np.exp(rng.normal(0, 1, (1, columns)))).astype(np.float32)
+        matrix, given, records = Matrix.from_file(name, blocks, rows, columns, factor), Buffer.of(x), Buffer(tokens * record_bytes(columns), fill=0)
+        round_rows('quantize', columns, given.address, records.address, tokens, dependent=False)
+        got, want = records.read(np.uint8, (tokens, record_bytes(columns))), tiled_records_spec(x)
+        np.testing.assert_array_equal(got[:, :columns], want[:, :columns])
+        np.testing.assert_allclose(got[:, columns:columns * 5 // 4].copy().view(np.float32), want[:, columns:columns * 5 // 4].copy().view(np.float32), rtol=1e-6)
+        stride, y = rows + 3, Buffer(4 * ((rows + 3) * tokens + 64), fill=0xff)
+        rows_product(matrix, records.address, y.address, tokens, stride, **options)
+        everything = y.read(np.float32, y.nbytes // 4)
+        got, want = everything[:stride * tokens].reshape(tokens, stride), linear_spec(name, blocks, rows, columns, x, factor)
+        assert np.isnan(got[:, rows:]).all() and np.isnan(everything[stride * tokens:]).all(), f'{name}: wrote past the end of a row'
+        error = np.linalg.norm(got[:, :rows] - want) / np.linalg.norm(want)
+        worst = max(worst, error)
+        assert error < 3e-6, f'{name} {rows} × {columns}, {tokens} rows {options}: relative error {error:.1e}'
     return f'{len(cases)} cases: largest relative error {worst:.1e}'
 
 # %% ../../nbs/cuda/90_check.ipynb #5fca4d2f
@@ -289,6 +313,47 @@ def check_experts(rng):
     error = np.linalg.norm((got - want)[:, :rows]) / np.linalg.norm((want - h)[:, :rows])
     assert error_up < 1e-2 and error < 1e-5, f'relative errors {error_up:.1e}, {error:.1e}'
     return f'{tokens} tokens, {chosen} of {experts} experts and a shared one: relative errors {error_up:.1e} in the middle, {error:.1e}'
+
+# %% ../../nbs/cuda/90_check.ipynb #efa59aee
+def check_jobs(rng):
+    "Scores to residual stream for many tokens: the jobs against `jobs_spec`, the sum against the decoded weights with activations rounded as the kernels round them"
+    tokens, hidden, width, experts, chosen = (3, 256, 128, 32, 2) if SIMULATED else (27, 2048, 512, 256, 8)
+    up_type, down_type = 'Q4_K', 'Q8_0' if SIMULATED else 'Q5_K'
+    decode = lambda name, blocks, *shape: quant_type(name).decode(blocks).reshape(shape).astype(np.float64)
+    stack, stack_down = (random_blocks(n, c // quant_type(n).block_size, int(rng.integers(1 << 30)), 2e-4) for n, c in ((up_type, experts * 2 * width * hidden), (down_type, experts * hidden * width)))
+    x, h, others = (rng.normal(0, 1, (tokens, hidden)).astype(np.float32) for _ in range(3))
+    scores = rng.normal(0, 1, (tokens, experts + 1)).astype(np.float32)
+    scores[tokens // 2:] = scores[-1]
+    scores[0, 5] = scores[0, 3] = 9
+    ids, weights = route_spec(scores[:, :experts], chosen)
+    W, D = Matrix.from_file(up_type, stack, experts * 2 * width, hidden), Matrix.from_file(down_type, stack_down, experts * hidden, width)
+    given = [Buffer.of(a) for a in (x, h, others, scores)]
+    records, records_down = Buffer(tokens * record_bytes(hidden)), Buffer(tokens * chosen * record_bytes(width))
+    got_ids, got_weights, jobs, middles, parts = (Buffer(4 * tokens * chosen * n, fill=0xff) for n in (1, 1, JOB_WORDS, width, hidden))
+    round_rows('quantize', hidden, given[0].address, records.address, tokens, dependent=False)
+    jobs_kernel(experts, chosen, tokens).launch(1, 1024, given[3].address, got_ids.address, got_weights.address, jobs.address)
+    jobs_up_kernel(up_type, hidden, width, chosen).launch(tokens * chosen * width // 16, 128, *W.addresses, records.address, jobs.address, middles.address, dependent=True)
+    round_rows('quantize', width, middles.address, records_down.address, tokens * chosen)
+    jobs_down_kernel(down_type, hidden, width).launch(tokens * chosen * hidden // 32, 128, *D.addresses, records_down.address, jobs.address, parts.address, dependent=True)
+    add_parts_kernel(hidden, experts, chosen, 1).launch(tokens * -(-hidden // 256), 256, parts.address, given[2].address, got_weights.address, given[3].address, given[1].address, dependent=True)
+    np.testing.assert_array_equal(got_ids.read(np.int32, ids.shape), ids)
+    np.testing.assert_allclose(got_weights.read(np.float32, ids.shape), weights, rtol=1e-5)
+    got, want = jobs.read(np.int32, (tokens * chosen, JOB_WORDS)), jobs_spec(ids, experts)
+    np.testing.assert_array_equal(got[:, 0], want[:, 0])
+    for g, w in zip(got, want):
+        if w[0] >= 0: np.testing.assert_array_equal(np.r_[g[:2], g[8:8 + g[1]]], np.r_[w[:2], w[8:8 + w[1]]])
+    rounded = lambda v: (lambda q, d, _: q * np.repeat(d.astype(np.float64), 32, axis=1))(*quantize_spec(v.astype(np.float32)))
+    up_of, down_of, xr, seen = decode(up_type, stack, experts, 2, width, hidden), decode(down_type, stack_down, experts, hidden, width), rounded(x), middles.read(np.float32, (tokens, chosen, width))
+    error_up, total = 0., h + others / (1 + np.exp(-scores[:, experts:].astype(np.float64)))
+    for t in range(tokens):
+        for c, e in enumerate(ids[t]):
+            gate, up = up_of[e] @ xr[t]
+            m = gate / (1 + np.exp(-gate)) * up
+            error_up = max(error_up, np.linalg.norm(seen[t, c] - m) / np.linalg.norm(m))
+            total[t] += weights[t, c] * (down_of[e] @ rounded(seen[t, c:c + 1])[0])
+    error = np.linalg.norm(given[1].read(np.float32, h.shape) - total) / np.linalg.norm(total - h)
+    assert error_up < 1e-5 and error < 1e-5, f'relative errors {error_up:.1e}, {error:.1e}'
+    return f'{tokens} tokens, {(want[:, 0] >= 0).sum()} jobs, the largest of {want[:, 1].max()}: relative errors {error_up:.1e} in the middle, {error:.1e}'
 
 # %% ../../nbs/cuda/90_check.ipynb #e1b4468e
 def check_delta(rng):
@@ -507,7 +572,7 @@ def noise_matrix(type_name, rows, columns, rng):
     return matrix
 
 # %% ../../nbs/cuda/90_check.ipynb #cadc7a09
-TUNE = dict(splits=0, ahead_delta=0, ahead_attend=0, ahead_router=0, ahead_up=True, ahead_down=.2)      # how a step is launched; `ahead_…`: the share of a later matrix that a kernel asks into the second cache
+TUNE = dict(many=5, splits=0, ahead_delta=0, ahead_attend=0, ahead_router=0, ahead_up=True, ahead_down=.2)      # how a step is launched; `ahead_…`: the share of a later matrix that a kernel asks into the second cache; many: from so many rows on, the tensor cores
 
 class Walk:
     "All memory of one decode step of `rows` sequences of a model of noise, and `launch(stream)`, which launches it. `tokens` and `positions` are device memory"
@@ -542,7 +607,8 @@ class Walk:
         self.tops, self.sums, self.partial, self.found = Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits * HEAD_DIM), Buffer(2048 * rows)
         self.angles, self.table = Buffer.of(rope_table(context, ROPE_DIM, 1e7)), Buffer.of(rng.permutation(pages).astype(np.int32))
         self.tokens, self.slots, self.log = Buffer.of(rng.integers(0, VOCABULARY, rows).astype(np.int32)), Buffer.of(np.arange(rows, dtype=np.int32)), Buffer(4 * 1024 * rows, fill=0xff)
-        self.positions = Buffer.of(np.zeros(rows, np.int32))
+        self.positions, self.many = Buffer.of(np.zeros(rows, np.int32)), rows >= self.tune['many']
+        if self.many and moe: self.jobs, self.middles, self.parts, self.shared, self.others, self.records_down = (Buffer(4 * rows * k) for k in (JOB_WORDS * m['chosen'], m['chosen'] * m['width'], m['chosen'] * H, 2 * m['width'], H, m['chosen'] * m['width']))
 
     def part_bytes(self, position):
         "What each kind of kernel has to read (and, of the states, write) in a step at `position`"
@@ -569,8 +635,9 @@ class Walk:
             options.pop('fat')
             fat_gemv(self.head, self.h.address, self.logits.address, tokens=n, weight=self.norm.address, stream=stream, **options)
         elif self.wanted('head'):
-            prepare('norm', H, self.h.address, self.record.address, n, self.norm.address, stream=stream)
-            for first in range(0, n, 8): gemv(self.head, self.record.address + first * record_bytes(H), self.logits.address + 4 * first * VOCABULARY, tokens=min(8, n - first), stream=stream)
+            if not self.many: prepare('norm', H, self.h.address, self.record.address, n, self.norm.address, stream=stream)
+            if self.many: self.many_rows('norm', self.head, self.h.address, self.logits.address, weight=self.norm.address)
+            else: gemv(self.head, self.record.address, self.logits.address, tokens=n, stream=stream)
         if self.wanted('ends'): greedy(self.logits.address, VOCABULARY, self.found.address, self.tokens.address, self.positions.address, self.log.address, 1024, n, stream=stream)
 
     def ahead(self, name, matrix):
@@ -580,11 +647,17 @@ class Walk:
 
     def project(self, kind, matrix, norm):
         "x = matrix · RMSNorm(h)"
-        if self.wanted(kind): fat_gemv(matrix, self.h.address, self.x.address, tokens=self.rows, weight=norm.address, stream=self.stream, **self.tune.get(kind, {}))
+        if self.many and self.wanted(kind): self.many_rows('norm', matrix, self.h.address, self.x.address, weight=norm.address)
+        elif self.wanted(kind): fat_gemv(matrix, self.h.address, self.x.address, tokens=self.rows, weight=norm.address, stream=self.stream, **self.tune.get(kind, {}))
 
     def back(self, matrix, stage, **given):
         "h += matrix · stage(…)"
-        if self.wanted('out'): fat_gemv(matrix, self.mixed.address, self.h.address, tokens=self.rows, stage=stage, add=True, stream=self.stream, **given, **self.tune.get('out', {}))
+        if self.many and self.wanted('out'): self.many_rows(stage, matrix, self.mixed.address, self.h.address, add=True, **given)
+        elif self.wanted('out'): fat_gemv(matrix, self.mixed.address, self.h.address, tokens=self.rows, stage=stage, add=True, stream=self.stream, **given, **self.tune.get('out', {}))
+
+    def many_rows(self, stage, matrix, x, y, add=False, x_stride=None, **given):
+        round_rows(stage, matrix.columns, x, self.record.address, self.rows, x_stride, stream=self.stream, **given)
+        rows_product(matrix, self.record.address, y, self.rows, add=add, stream=self.stream, **self.tune.get('rows', {}))
 
     def delta(self, layer):
         Hv = self.m['value_heads']
@@ -601,7 +674,27 @@ class Walk:
         if self.wanted('combine'): combine_kernel(heads, kv, HEAD_DIM, self.splits).launch(self.rows * kv * HEAD_DIM // 8, 256, self.tops.address, self.sums.address, self.partial.address, self.x.address, self.positions.address, self.mixed.address, self.attention_rows, stream=self.stream, dependent=True)
         self.back(layer['out'], 'quantize')
 
+    def jobs_of(self, layer):
+        "The experts for many rows"
+        m, H, n, record, width = self.m, self.m['hidden'], self.rows, self.record.address, self.m['width']
+        pairs = n * m['chosen']
+        if self.wanted('router'):
+            group = max(g for g in (1, 2, 4, 8) if n % g == 0)
+            router_kernel(m['shared'], H, width, m['experts'], m['chosen'], 0, group).launch(router_blocks(width, m['experts'], 0, n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, 0, 0, 0, stream=self.stream, dependent=True)
+            jobs_kernel(m['experts'], m['chosen'], n).launch(1, 1024, self.scores.address, self.ids.address, self.weights.address, self.jobs.address, stream=self.stream, dependent=True)
+        if self.wanted('up'):
+            round_rows('norm', H, self.h.address, record, n, weight=layer['ffn_norm'].address, stream=self.stream)
+            rows_product(layer['shared_up'], record, self.shared.address, n, stream=self.stream)
+            jobs_up_kernel(m['up'], H, width, m['chosen']).launch(pairs * width // 16, 128, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=self.stream, dependent=True)
+        if self.wanted('down'):
+            round_rows('swiglu', width, self.shared.address, record, n, stream=self.stream)
+            rows_product(layer['shared_down'], record, self.others.address, n, stream=self.stream)
+            round_rows('quantize', width, self.middles.address, self.records_down.address, pairs, stream=self.stream)
+            jobs_down_kernel(m['down'], H, width).launch(pairs * H // 32, 128, *layer['down'].addresses, self.records_down.address, self.jobs.address, self.parts.address, stream=self.stream, dependent=True)
+            add_parts_kernel(H, m['experts'], m['chosen'], 1).launch(n * -(-H // 256), 256, self.parts.address, self.others.address, self.weights.address, self.scores.address, self.h.address, stream=self.stream, dependent=True)
+
     def experts(self, layer):
+        if self.many: return self.jobs_of(layer)
         m, H, n, group = self.m, self.m['hidden'], self.rows, min(self.rows, 4)
         shape = H, m['width'], m['experts'], m['chosen']
         if self.wanted('router'): router_kernel(m['shared'], *shape, m['width'], group).launch(router_blocks(m['width'], m['experts'], m['width'], n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, self.middle.address, *self.ahead('router', layer['next']), stream=self.stream, dependent=True)
@@ -612,7 +705,8 @@ class Walk:
     def dense(self, layer):
         self.project('up', layer['up'], layer['ffn_norm'])
         if not self.wanted('down'): return
-        prepare('swiglu', self.m['width'], self.x.address, self.record.address, self.rows, stream=self.stream)
+        if not self.many: prepare('swiglu', self.m['width'], self.x.address, self.record.address, self.rows, stream=self.stream)
+        if self.many: return self.many_rows('swiglu', layer['down'], self.x.address, self.h.address, add=True)
         if self.rows == 1: fat_gemv(layer['down'], self.record.address, self.h.address, stage='copy', add=True, stream=self.stream, **self.tune.get('down', {}))
         else: gemv(layer['down'], self.record.address, self.h.address, tokens=self.rows, add=True, stream=self.stream)
 
@@ -682,7 +776,7 @@ def compile_all(capability=(9, 0), processes=None, launches=LAUNCHES):
     wanted = [(name, arguments, capability) for name, arguments in wanted] + [(name, (), capability) for name in ('scalars', 'warp', 'matrix_products', 'quantize_rows', 'read_all')]
     with ProcessPoolExecutor(processes) as pool: return sum(1 for _ in pool.map(_compile, wanted, chunksize=4))
 
-CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_experts, check_delta, check_attention, check_ends)
+CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_rows, check_experts, check_jobs, check_delta, check_attention, check_ends)
 
 def main(argv=None):
     "Run all checks; the exit status is the number that failed"

@@ -10,9 +10,10 @@ __all__ = ['SIMULATED', 'u16', 'i32', 'u32', 'i64', 'f32', 'WORDS2', 'WORDS4', '
            'prefetch_l2', 'prefetch_range', 'add_f32', 'store16', 'half_to_float', 'halves_to_floats', 'float_to_half',
            'floats_to_halves', 'float_to_bf16', 'as_float', 'as_word', 'round_to_int', 'e4m3_to_halves',
            'floats_to_e4m3', 'fma_halves', 'reciprocal', 'root_reciprocal', 'exp2', 'shuffle_xor', 'shuffle_xor_int',
-           'shuffle_from', 'warp_sum_int', 'warp_max_word', 'warp_min_word', 'warp_sum', 'warp_max', 'mma_bf16',
-           'mma_f16', 'mma_int8', 'copy16_async', 'load16_staged', 'load_f32x4_staged', 'load_f32x2_staged',
-           'store_u32_staged', 'store_f32x2_staged', 'copies_begun', 'wait_for_copies', 'wait_for_all_but_one',
+           'shuffle_up', 'shuffle_from', 'warp_sum_int', 'warp_max_word', 'warp_min_word', 'warp_sum', 'warp_max',
+           'mma_bf16', 'mma_f16', 'mma_int8_half', 'mma_int8', 'copy16_async', 'load16_staged', 'load_f32x4_staged',
+           'load_f32x2_staged', 'store_u32_staged', 'store_f32x2_staged', 'copy8_async', 'load_matrices',
+           'load_u32_staged', 'load8_staged', 'warp_barrier', 'copies_begun', 'wait_for_copies', 'wait_for_all_but_one',
            'launch_dependents', 'wait_for_previous']
 
 # %% ../../nbs/cuda/00_ptx.ipynb #573f4af0
@@ -356,6 +357,11 @@ def shuffle_xor_int(value, mask):
     "`shuffle_xor` of integers"
     return _warp_values(value)[_lane() ^ int(mask)][0]
 
+@ptx('shfl.sync.up.b32 $0, $1, $2, 0, -1;', i32, i32, u32, effect=True)
+def shuffle_up(value, distance):
+    "The integer `value` of the lane that is `distance` lower; of this one where there is none"
+    return _warp_values(value)[_lane() - int(distance) if _lane() >= int(distance) else _lane()][0]
+
 @ptx('shfl.sync.idx.b32 $0, $1, $2, 31, -1;', f32, f32, u32, effect=True)
 def shuffle_from(value, lane):
     "The `value` of lane number `lane`"
@@ -423,6 +429,12 @@ def mma_f16(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
     A, B = (x.view(np.float16).astype(np.float32) for x in _tiles(np.uint16, 2, (a0, a1, a2, a3), (b0, b1)))
     return _own(A @ B.T, (c0, c1, c2, c3))
 
+@ptx('mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};', types.UniTuple(i32, 4), *[u32] * 3, *[i32] * 4, effect=True)
+def mma_int8_half(a0, a1, b0, c0, c1, c2, c3):
+    "The first half of `mma_int8`: A (16 × 16), B (16 × 8)"
+    A, B = _tiles(np.int8, 4, (a0, a1, np.uint32(0), np.uint32(0)), (b0, np.uint32(0)))
+    return _own(A[:, :16].astype(np.int32) @ B[:, :16].astype(np.int32).T, (c0, c1, c2, c3))
+
 @ptx('mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};', types.UniTuple(i32, 4), *[u32] * 6, *[i32] * 4, effect=True)
 def mma_int8(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
     "A (16 × 32) · B (32 × 8) + C (16 × 8), signed bytes in, int32 out; as `mma_bf16` with 4t for 2t and 16 for 8"
@@ -480,6 +492,34 @@ def store_f32x2_staged(address, first, second):
     "Write two floats of shared memory"
     assert address % 8 == 0
     _poke(address, np.float32(first), np.float32(second))
+
+@ptx('cp.async.ca.shared.global [$0], [$1], 8;', types.void, i64, i64, effect=True)
+def copy8_async(target, source):
+    "`copy16_async` of 8 bytes, multiples of 8"
+    assert target % 8 == source % 8 == 0
+    ctypes.memmove(int(target), int(source), 8)
+
+@ptx('ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];', WORDS4, i64, effect=True)
+def load_matrices(address):
+    "Four matrices of 8 rows of 16 bytes of shared memory. Lane 8i+r brings the address of row r of matrix i; lane 4g+t gets word t of row g of each"
+    rows, g, t = [int(a[0]) for a in _warp_values(address)], _lane() // 4, _lane() % 4
+    return tuple(_peek(rows[8 * i + g] + 4 * t, np.uint32, 1)[0] for i in range(4))
+
+@ptx('ld.shared.u32 $0, [$1];', u32, i64, effect=True)
+def load_u32_staged(address):
+    "One word of shared memory"
+    return _peek(address, np.uint32, 1)[0]
+
+@ptx('ld.shared.v2.u32 {$0, $1}, [$2];', WORDS2, i64, effect=True)
+def load8_staged(address):
+    "Two words of shared memory"
+    assert address % 8 == 0
+    return tuple(_peek(address, np.uint32, 2))
+
+@ptx('bar.warp.sync -1;', types.void, effect=True)
+def warp_barrier():
+    "All lanes of the warp are here, and see what the others stored"
+    _warp_values()
 
 @ptx('cp.async.commit_group;', types.void, effect=True)
 def copies_begun():
