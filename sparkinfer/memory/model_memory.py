@@ -95,6 +95,7 @@ def open(self: ModelMemory, tokens, marks=()) -> Lease | None:
     self.counts['hit_tokens'] += lease.cached
     return lease
 
+# %% ../../nbs/memory/04_model_memory.ipynb #8ece894f
 @patch
 def _begin(self: ModelMemory, data, found):
     "The lease for a match; None when there are not enough pages; Lost when making room, or a damaged copy, cost the tree a block of the match"
@@ -164,7 +165,8 @@ def _copy(self: ModelMemory, node, page):
 def extend(self: ModelMemory, lease: Lease, length: int) -> bool:
     "Room for positions below `length`; False, taking nothing, when there are not enough pages. Blocks of the prompt that were filled since are published."
     have = len(lease.pages)
-    if lease.blocks * BLOCK + BLOCK <= len(lease.prompt) and self.enabled: self._publish(lease, lease.prompt, min(lease.length, len(lease.prompt) // WIDTH) // PAGE)
+    if lease.blocks * BLOCK + BLOCK <= len(lease.prompt) and self.enabled:
+        self._publish(lease, lease.prompt, min(lease.length, len(lease.prompt) // WIDTH) // PAGE)
     if length <= have * PAGE: return True
     if length > self.capacity: raise ValueError(f'{length} positions, and a sequence has room for {self.capacity}')
     fresh = self._take(pages_for(length) - have)
@@ -214,7 +216,8 @@ def _publish_all(self: ModelMemory, lease, data, snapshot, copy):
 # %% ../../nbs/memory/04_model_memory.ipynb #036c39f2
 @patch
 def fork(self: ModelMemory, lease: Lease, tokens) -> Lease | None:
-    "Another sequence that goes on from `tokens`, which the slot holds exactly. Whole pages are shared; None, taking nothing, when there is no slot or no page for the rest."
+    """Another sequence that goes on from `tokens`, which the slot holds exactly. Whole pages are shared;
+    None, taking nothing, when there is no slot or no page for the rest."""
     length = lease.length
     if len(tokens) != length: raise ValueError(f'slot {lease.slot} holds {length} positions, not the {len(tokens)} of this fork')
     if not self.slots.free: return None
@@ -233,7 +236,8 @@ def fork(self: ModelMemory, lease: Lease, tokens) -> Lease | None:
 
 @patch
 def close(self: ModelMemory, lease: Lease, tokens, publish=True):
-    "The sequence ends: publish what it computed, `tokens[:lease.length]`, and give back slot and pages. `publish` False after a fault, when the memory is not to be trusted."
+    """The sequence ends: publish what it computed, `tokens[:lease.length]`, and give back slot and pages.
+    `publish` False after a fault, when the memory is not to be trusted."""
     if self.leases.get(lease.slot) is not lease: raise ValueError(f'the lease of slot {lease.slot} was closed before')
     try:
         length = min(lease.length, len(tokens))
@@ -259,7 +263,8 @@ def stats(self: ModelMemory) -> dict:
     "Numbers for people and for metrics. Pages: `held` by running sequences, `cached` only by the tree"
     cache, spill = self.cache, self.cache.spill
     idle = cache.idle_pages
-    return dict(pages=self.num_pages, free_pages=self.free_pages, cached_pages=idle, held_pages=self.num_pages - self.free_pages - idle, page_bytes=self.runner.page_bytes,
+    held = self.num_pages - self.free_pages - idle
+    return dict(pages=self.num_pages, free_pages=self.free_pages, cached_pages=idle, held_pages=held, page_bytes=self.runner.page_bytes,
                 slots=self.num_slots, free_slots=self.free_slots, blocks=cache.nodes, snapshots=len(cache.snapshots), snapshot_bytes=cache.snapshots.nbytes,
                 spilled=len(spill) if spill else 0, spilled_bytes=spill.nbytes if spill else 0, **self.counts, **cache.counts)
 
@@ -322,10 +327,12 @@ def padded(keys) -> np.ndarray:
 @patch
 def _identity(self: ModelMemory) -> dict:
     "What a saved cache must agree on with the runner that would use it"
-    if self.fingerprint is None: raise UnsupportedError('the model has no fingerprint, so a saved cache could be given to another one: make ModelMemory with fingerprint=…')
+    if self.fingerprint is None:
+        raise UnsupportedError('the model has no fingerprint, so a saved cache could be given to another one: make ModelMemory with fingerprint=…')
     r = self.runner
     kv_type = getattr(r, 'kv_type', None) or r.dtype
-    return {'format': 'sparkinfer prefix cache 1', 'fingerprint': str(self.fingerprint), 'runner': type(r).__name__, 'kv_type': str(kv_type),    # runners lay their pages out differently
+    return {'format': 'sparkinfer prefix cache 1', 'fingerprint': str(self.fingerprint),
+            'runner': type(r).__name__, 'kv_type': str(kv_type),                                    # runners lay their pages out differently
             'page': str(PAGE), 'page_bytes': str(r.page_bytes), 'state_bytes': str(r.state_bytes)}
 
 @patch
@@ -337,7 +344,8 @@ def _selected(self: ModelMemory, budget_bytes):
         total += self.runner.page_bytes + self.runner.state_bytes * len(node.snapshots)
         if budget_bytes is not None and total > budget_bytes: break
         chosen[node] = len(chosen)
-    snapshots = [s for node in [self.cache.root, *chosen] for s in node.snapshots.values() if any(child in chosen for key, child in node.children.items() if key.startswith(s.place[1]))]
+    def reached(node, key): return any(child in chosen for name, child in node.children.items() if name.startswith(key))
+    snapshots = [s for node in [self.cache.root, *chosen] for s in node.snapshots.values() if reached(*s.place)]
     return chosen, snapshots
 
 @patch
@@ -346,9 +354,10 @@ def save(self: ModelMemory, path, budget_bytes=None):
     path, identity = Path(path), self._identity()
     chosen, snapshots = self._selected(budget_bytes)
     parents = {self.cache.root: -1} | chosen
-    arrays = dict(block_tokens=padded([n.key for n in chosen]), block_lengths=np.array([len(n.key) // WIDTH for n in chosen], np.int32), block_parents=np.array([parents[n.parent] for n in chosen], np.int32),
-                  snapshot_tokens=padded([s.place[1] for s in snapshots]), snapshot_lengths=np.array([len(s.place[1]) // WIDTH for s in snapshots], np.int32),
-                  snapshot_blocks=np.array([parents[s.place[0]] for s in snapshots], np.int32))
+    keys, ends = [node.key for node in chosen], [s.place[1] for s in snapshots]
+    def numbers(values): return np.array(list(values), np.int32)
+    arrays = dict(block_tokens=padded(keys), block_lengths=numbers(len(key) // WIDTH for key in keys), block_parents=numbers(parents[node.parent] for node in chosen),
+                  snapshot_tokens=padded(ends), snapshot_lengths=numbers(len(key) // WIDTH for key in ends), snapshot_blocks=numbers(parents[s.place[0]] for s in snapshots))
     large = {'page': (list(chosen), self.runner.page_bytes), 'snapshot': (snapshots, self.runner.state_bytes)}
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix='.part', delete=False) as file:
         try:
@@ -426,7 +435,7 @@ def read_small(file, path, places, identity):
     def need(truth, message):
         if not truth: raise FormatError(f'{path}: {message}: it is no saved prefix cache, or damaged')
     blocks, snapshots = (places.get(name, (0, (0,)))[1][0] for name in ('block_lengths', 'snapshot_lengths'))
-    shapes = {f'{name}{part}': shape for name, n in (('block', blocks), ('snapshot', snapshots)) for part, shape in (('_tokens', (n, PAGE)), ('_lengths', (n,)))}
+    shapes = dict(block_tokens=(blocks, PAGE), block_lengths=(blocks,), snapshot_tokens=(snapshots, PAGE), snapshot_lengths=(snapshots,))
     shapes |= dict(block_parents=(blocks,), snapshot_blocks=(snapshots,), page_checks=(blocks,), snapshot_checks=(snapshots,), seal=(1,),
                    pages=(blocks, int(identity['page_bytes'])), snapshots=(snapshots, int(identity['state_bytes'])))
     arrays = {}
@@ -441,7 +450,8 @@ def read_small(file, path, places, identity):
     need((seal(arrays) == arrays['seal']).all(), 'the checksum is wrong')
     for name in ('block', 'snapshot'):
         lengths, tokens = arrays[f'{name}_lengths'], arrays[f'{name}_tokens']
-        need(((lengths > 0) & (lengths <= PAGE)).all() and ((tokens >= 0) == (np.arange(PAGE) < lengths[:, None])).all(), f'{name}_tokens and their lengths disagree')
+        fits = ((lengths > 0) & (lengths <= PAGE)).all() and ((tokens >= 0) == (np.arange(PAGE) < lengths[:, None])).all()
+        need(fits, f'{name}_tokens and their lengths disagree')
         before = arrays['block_parents' if name == 'block' else 'snapshot_blocks']
         need(((before >= -1) & (before < (np.arange(blocks) if name == 'block' else blocks))).all(), f'a {name} follows one that comes later')
         need((arrays['block_lengths'][before[before >= 0]] == PAGE).all(), f'a {name} follows a partial block')
@@ -459,4 +469,5 @@ def _graft(self: ModelMemory, arrays, saved):
         made.append(cache.insert_host(made[parent] if parent >= 0 else cache.root, key, saved('pages', i, self.runner.page_bytes, check), -i))
     for i, key, parent, check in rows('snapshot', 'snapshot_blocks', 'snapshot_checks'):
         node = made[parent] if parent >= 0 else cache.root
-        if key not in node.snapshots and node.cover(key) is not None: node.snapshots[key] = Snapshot((node, key), None, saved('snapshots', i, self.runner.state_bytes, check))
+        if key not in node.snapshots and node.cover(key) is not None:
+            node.snapshots[key] = Snapshot((node, key), None, saved('snapshots', i, self.runner.state_bytes, check))

@@ -40,7 +40,7 @@ class Node:
     "One block of tokens, after those of its ancestors"
     __slots__ = ('parent', 'key', 'page', 'host', 'children', 'order', 'resident', 'snapshots', 'used')
     def __init__(self, parent, key):
-        self.parent, self.key = parent, key          # key: the block's encoded tokens; fewer than PAGE only in a leaf. A node without parent is the root, or dead
+        self.parent, self.key = parent, key          # key: encoded tokens, fewer than PAGE only in a leaf. A node without parent is the root, or dead
         self.page, self.host = -1, None              # where its keys and values are: a page (-1: none), a copy elsewhere, or both
         self.children, self.order = {}, []           # by key, and the keys in sorted order
         self.resident = 0                            # children that have a page
@@ -143,8 +143,8 @@ def _valid(self: PrefixCache, entry): return entry[0] == entry[2].used and entry
 # %% ../../nbs/memory/02_prefix_cache.ipynb #9a8aa5e7
 @patch
 def insert(self: PrefixCache, parent: Node, key: bytes, page: int) -> Node:
-    """The child of `parent` for `key`, made from `page` if it is not there; the tree then holds the page too. Shorter children that begin the same are replaced.
-    A partial block that a child already begins with needs no page: that child is returned. `parent` must be the root or have a page."""
+    """The child of `parent` for `key`, made from `page` if it is not there; the tree then holds the page too.
+    Shorter children that begin the same are replaced. A partial block that a child already begins with needs no page: that child is returned. `parent` must be the root or have a page."""
     node = self._child(parent, key)
     if node.page < 0 and len(key) == len(node.key):
         self.kv.hold([page])
@@ -172,6 +172,7 @@ def _child(self: PrefixCache, parent, key):
             if shorter := parent.children.get(key[:n]): self.remove(shorter)
     return node
 
+# %% ../../nbs/memory/02_prefix_cache.ipynb #c4373940
 @patch
 def give_page(self: PrefixCache, node, page):
     "`page`, which is held for the tree, has the node's keys and values"
@@ -255,7 +256,7 @@ def leave_snapshot(self: PrefixCache, snapshot):
         snapshot.host, self.counts['spills'] = host, self.counts['spills'] + 1
     self.counts['snapshot_evictions'] += 1
     snapshot.data = None
-    if snapshot.host is None or parent.snapshots.get(key) is not snapshot: self.remove_snapshot(snapshot)   # the second: the spill pushed out its page to make room for it
+    if snapshot.host is None or parent.snapshots.get(key) is not snapshot: self.remove_snapshot(snapshot)   # the second: its page went to make room for it
 
 @patch
 def remove_snapshot(self: PrefixCache, snapshot):
@@ -296,7 +297,8 @@ def check(self: PrefixCache):
     "AssertionError if the tree contradicts itself"
     nodes, snapshots = list(self.walk()), []
     for node in [self.root, *nodes]:
-        assert sorted(node.children) == node.order and all(child.parent is node and child.key == key for key, child in node.children.items()), 'children and their order disagree'
+        assert sorted(node.children) == node.order, 'children and their order disagree'
+        assert all(child.parent is node and child.key == key for key, child in node.children.items()), 'a child in the wrong place'
         assert node.resident == sum(child.page >= 0 for child in node.children.values()), 'resident children are miscounted'
         assert all(node.cover(key) is not None for key in node.snapshots), 'a snapshot without a page that leads to it'
         assert all(s.place == (node, key) and (s.data is not None or s.host is not None) for key, s in node.snapshots.items()), 'a snapshot out of place'
@@ -309,7 +311,8 @@ def check(self: PrefixCache):
     pages = [node.page for node in nodes if node.page >= 0]
     assert len(nodes) == self.nodes and sorted(pages) == [p for p in range(self.kv.num_pages) if self.pages[p]], 'the tree miscounts its nodes or pages'
     kept = {id(s): s for s in snapshots if s.data is not None}
-    assert kept.keys() == {id(s) for s in self.snapshots} and sum(len(s.data) for s in kept.values()) == self.snapshots.nbytes <= max(self.snapshots.budget_bytes, 0), 'snapshot bytes are miscounted'
+    assert kept.keys() == {id(s) for s in self.snapshots}, 'snapshots in memory and those that are counted differ'
+    assert sum(len(s.data) for s in kept.values()) == self.snapshots.nbytes <= max(self.snapshots.budget_bytes, 0), 'snapshot bytes are miscounted'
     leaves = {id(entry[2]) for entry in self._heap if self._valid(entry)}
     assert all(id(node) in leaves for node in nodes if node.page >= 0 and not node.resident), 'a leaf that eviction would never find'
     return pages

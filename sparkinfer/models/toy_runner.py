@@ -33,8 +33,9 @@ def mix_many(x: np.ndarray) -> np.ndarray:
 def toy_config(vocab_size, recurrent, context_length=4096):
     "A `ModelConfig` with the smallest numbers that make sense"
     kinds = ('delta', 'attention') if recurrent else ('attention',)
-    return ModelConfig(architecture='toy', num_layers=len(kinds), hidden_size=32, num_heads=1, num_kv_heads=1, head_dim=32, intermediate_size=32, vocab_size=vocab_size,
-                       context_length=context_length, norm_eps=1e-6, rope_theta=1e4, rope_dim=32, rope_interleaved=False, tie_embeddings=True, layer_kinds=kinds)
+    return ModelConfig(architecture='toy', num_layers=len(kinds), hidden_size=32, num_heads=1, num_kv_heads=1, head_dim=32, intermediate_size=32,
+                       vocab_size=vocab_size, context_length=context_length, norm_eps=1e-6, rope_theta=1e4, rope_dim=32, rope_interleaved=False,
+                       tie_embeddings=True, layer_kinds=kinds)
 
 class ToyRunner:
     "A `Runner` without weights whose every token depends on every position as its memory shows it. Deterministic; no kernels."
@@ -60,7 +61,8 @@ class ToyRunner:
         self.pages, self.states = np.empty((self.num_pages, 2, PAGE), np.uint64), np.empty((num_slots, 2), np.uint64)
         for page in range(self.num_pages): self.poison_page(page)
         for slot in range(num_slots): self.poison_state(slot)
-        self.weights = mix_many(np.arange(self.block_tables.shape[1] * PAGE, dtype=np.uint64) + GOLDEN) | np.uint64(1)   # of each position in the sum of keys, so that order counts
+        positions = np.arange(self.block_tables.shape[1] * PAGE, dtype=np.uint64)
+        self.weights = mix_many(positions + GOLDEN) | np.uint64(1)      # of each position in the sum of keys, so that order counts
         self.ids = np.arange(self.config.vocab_size, dtype=np.uint64) * GOLDEN
         if progress: progress(1, 1)
         return self
@@ -155,7 +157,8 @@ def submit(self: ToyRunner, batch, sampling=None):
     for row, slot in enumerate(slots): rows.setdefault(slot, []).append(row)
     for slot, mine in rows.items(): states.update(zip(mine, self._write_rows(slot, [tokens[r] for r in mine], positions[mine[0]])))
     specs = [None] * len(batch.output_rows) if sampling is None else sampling
-    logits = [self._logits(slots[r], positions[r], tokens[r], states[r], 0 if spec is None else spec.step) for r, spec in zip(batch.output_rows.tolist(), specs, strict=True)]
+    logits = [self._logits(slots[r], positions[r], tokens[r], states[r], 0 if spec is None else spec.step)
+              for r, spec in zip(batch.output_rows.tolist(), specs, strict=True)]
     logits = np.array(logits, np.float32).reshape(-1, self.config.vocab_size)
     return StepResult(logits=logits) if sampling is None else sample_rows(logits, specs)
 
