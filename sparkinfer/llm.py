@@ -147,15 +147,17 @@ class MemorySettings:
     kv_type: str | None = _setting(None, 'how keys and values are kept: f16, bf16, f32 or int8')
     no_prefix_cache: bool = _setting(False, 'compute every prompt from its beginning')
     snapshot_mb: float | None = _setting(None, 'memory for states of recurrent models to go back to; none: a quarter of what is free')
-    spill_mb: float = _setting(0, 'memory, or with --spill-file bytes on disk, for pages that were pushed out of the cache')
-    spill_file: str | None = _setting(None, 'a file for them')
+    spill_mb: float = _setting(0, 'memory, or with a spill folder bytes on disk, for pages that were pushed out of the cache')
+    spill_folder: str | None = _setting(None, 'a folder for them; what is written there ends with the process')
+    cache_file: str | None = _setting(None, 'a file that keeps the prefix cache over a restart: read at the start, written at the end')
 
     def __post_init__(self):
         for name, low, high in (('slots', 1, 4096), ('kv_tokens', 16, 1 << 40), ('snapshot_mb', 0, 1e9), ('spill_mb', 0, 1e9)):
             value = getattr(self, name)
             if value is not None and not low <= value <= high: raise SparkinferError(f"{name} is {value}; it must be between {low} and {high:g}")
         if self.kv_type is not None and self.kv_type not in KV_BYTES: raise SparkinferError(f"kv_type is {self.kv_type!r}; there are {', '.join(KV_BYTES)}")
-        if self.spill_file is not None and not self.spill_mb: raise SparkinferError('spill_file is given, and spill_mb is 0: say how many MB the file may have')
+        if self.spill_folder is not None and not self.spill_mb: raise SparkinferError('spill_folder is given, and spill_mb is 0: say how many MB may be written there')
+        if self.cache_file is not None and self.no_prefix_cache: raise SparkinferError('cache_file and no_prefix_cache contradict each other')
 
 # %% ../nbs/10_llm.ipynb #cfe79406
 @dataclass(frozen=True)
@@ -341,18 +343,19 @@ def load_engine(parts, context=None, threads=None, runner='auto', progress=None,
     from sparkinfer.engine.request import EngineDefaults
     from sparkinfer.measure.speed import memory_available
     from sparkinfer.memory.host_spill import HostSpill
-    from sparkinfer.memory.model_memory import ModelMemory
+    from sparkinfer.memory.model_memory import ModelMemory, weights_fingerprint
     try:
         memory, limits, defaults = split_settings(settings)
         chosen = EngineDefaults.from_metadata(recommended(parts.checkpoint.metadata), **defaults)
         loaded, room, threads = load_runner(parts, context, threads, runner, progress, memory)
         snapshots = memory_available() // 4 if memory.snapshot_mb is None else int(memory.snapshot_mb * 1e6)
-        spill = HostSpill(int(memory.spill_mb * 1e6), memory.spill_file) if memory.spill_mb else None
-        kept = ModelMemory(loaded, not memory.no_prefix_cache, snapshots, spill, fingerprint=f'{parts.name} {parts.weights.nbytes}')
+        spill = HostSpill(int(memory.spill_mb * 1e6), memory.spill_folder) if memory.spill_mb else None
+        kept = ModelMemory(loaded, not memory.no_prefix_cache, snapshots, spill, fingerprint=weights_fingerprint(parts.weights) if memory.cache_file else None)
+        if memory.cache_file and Path(memory.cache_file).exists(): kept.load(memory.cache_file)
     except BaseException:
         parts.checkpoint.close()
         raise
-    engine = Engine(loaded, parts.tokenizer, parts.template, chosen, limits=limits, memory=kept, name=parts.name)
+    engine = Engine(loaded, parts.tokenizer, parts.template, chosen, limits=limits, memory=kept, name=parts.name, cache_file=memory.cache_file)
     engine.capacity = room
     return engine, threads
 

@@ -42,13 +42,14 @@ class Engine:
                  limits=EngineLimits(),
                  memory=None,                # ModelMemory of this runner; None: one with a prefix cache
                  name='model',               # the model's id for clients
+                 cache_file=None,            # where `close` writes what is cached
                  **changes):                 # single limits by name
         self.runner, self.tokenizer, self.template, self.defaults, self.name = runner, tokenizer, template, defaults, name
         self.limits, self.memory = replace(limits, **changes), memory or ModelMemory(runner)
         self.max_context = min(max_context or runner.max_context, runner.max_context, self.memory.capacity)
         self.max_running = min(self.limits.max_running or runner.num_slots, runner.num_slots)
         self.vocab_size, self.turn_ids = runner.config.vocab_size, turn_starts(tokenizer)
-        self.capacity = None                # what the runner was loaded with room for, if somebody says
+        self.cache_file, self.capacity = cache_file, None     # capacity: what the runner was loaded with room for, if somebody says
         self._waiting, self._running, self._streams = [], [], set()    # waiting: sequences in order; all three change only while `_changed` is held
         self._changed, self._calls, self._look, self._held = threading.Condition(), deque(), False, False
         self._serial, self._pid, self._longest, self._next_look = itertools.count(), os.getpid(), None, 0.0
@@ -389,15 +390,19 @@ def stats(self: Engine) -> dict:
 
 @patch
 def close(self: Engine, timeout=10):
-    "Cancel everything, end the thread, close the runner. True if all is done within `timeout` seconds. May be called again."
+    "Cancel everything, end the thread, save the cache if that is wanted, close the runner. True if all is done within `timeout` seconds. May be called again."
     with self._changed:
         self._closing, streams = True, [*self._streams]
         self._changed.notify_all()
     for stream in streams: stream.cancel()
     self._thread.join(timeout)
     if self._thread.is_alive(): return False
-    if self.runner is not None: self.runner.close()
-    self.runner = None
+    if self.runner is None: return True
+    try:
+        if self.cache_file is not None and self._broken is None: self.memory.save(self.cache_file)
+    finally:
+        self.runner.close()
+        self.runner = None
     return True
 
 # %% ../../nbs/engine/02_engine.ipynb #4fcb7563
