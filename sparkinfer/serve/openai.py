@@ -40,6 +40,8 @@ class GenerationBody(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict | None = None
+    priority: int | None = None               # higher is sooner (vLLM's field counts the other way round)
+    max_seconds: float | None = None          # from arrival to the last token
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -258,7 +260,7 @@ def chat_job(body: ChatBody, engine, strict=False, max_choices=8) -> Job:
     if body.reasoning_effort is not None: variables.setdefault('reasoning_effort', body.reasoning_effort)
     for name in ('messages', 'tools', 'add_generation_prompt', 'tokenizer'):
         if name in variables: raise ApiError(400, f"'chat_template_kwargs' must not set {name!r}", param='chat_template_kwargs')
-    request = Request(engine.encode_chat(template_messages(body.messages), **variables), params)
+    request = Request(engine.encode_chat(template_messages(body.messages), **variables), params, priority=body.priority or 0, max_seconds=body.max_seconds)
     engine.check(request)
     usage = bool(body.stream_options and body.stream_options.include_usage)
     return Job([request], ChatWriter(model, engine.tokenizer, bool(body.logprobs), usage), bool(body.stream))
@@ -273,7 +275,7 @@ def completion_job(body: CompletionBody, engine, strict=False, max_choices=8) ->
     if body.echo and body.logprobs is not None: raise not_yet('echo', 'log-probabilities of the prompt')
     params = sampling_params(body, body.logprobs, max_choices)
     prompts = prompt_ids(body.prompt, engine)
-    requests = [Request(ids, params) for ids in prompts]
+    requests = [Request(ids, params, priority=body.priority or 0, max_seconds=body.max_seconds) for ids in prompts]
     for r in requests:
         try: engine.check(r)
         except RequestError as e:

@@ -8,7 +8,7 @@ __all__ = ['DONE', 'KEEP_ALIVE', 'ApiError', 'error_of', 'read_body', 'parse_jso
 # %% ../../nbs/serve/00_protocol.ipynb #e855618f
 import asyncio, json, re
 from pydantic import BaseModel, ConfigDict, ValidationError
-from ..engine.request import EngineBusy
+from ..engine.request import DeadlineExceeded, EngineBusy
 from ..errors import RequestError, SparkinferError
 
 # %% ../../nbs/serve/00_protocol.ipynb #11f446ab
@@ -32,6 +32,7 @@ def error_of(error: BaseException) -> ApiError:
     if isinstance(error, EngineBusy):
         if error.code == 'queue_full': return ApiError(429, str(error), 'rate_limit_error', code='server_overloaded', headers={'Retry-After': '1'})
         return ApiError(503, str(error), 'server_error', code='server_unavailable')
+    if isinstance(error, DeadlineExceeded): return ApiError(504, str(error), 'server_error', code='deadline_exceeded')
     if isinstance(error, SparkinferError): return ApiError(500, str(error), 'server_error', code='generation_failed')
     return ApiError(500, f'internal error ({type(error).__name__}); the server\'s log has the details', 'server_error', code='internal_error')
 
