@@ -7,9 +7,9 @@ __all__ = ['SCALARS', 'scalars', 'warp', 'matrix_products', 'TINY_SHAPES', 'FULL
            'VOCABULARY', 'KEY_HEADS', 'DELTA_DIM', 'HEAD_DIM', 'ROPE_DIM', 'TAPS', 'INTERVAL', 'SPREADS', 'TUNE',
            'PARTS', 'LAUNCHES', 'CHECKS', 'check_instructions', 'check_warp', 'check_matrix_products', 'linear_spec',
            'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_fused', 'check_rows',
-           'check_experts', 'check_jobs', 'check_delta', 'check_attention', 'check_ends', 'noise', 'time_gemv',
-           'read_rate', 'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table',
-           'bench_step', 'compile_all', 'main']
+           'check_experts', 'check_jobs', 'check_delta', 'check_attention', 'check_runs', 'check_ends', 'noise',
+           'time_gemv', 'read_rate', 'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds',
+           'part_table', 'bench_step', 'compile_all', 'main']
 
 # %% ../../nbs/cuda/90_check.ipynb #b6083cd9
 import argparse, json, sys, time
@@ -23,13 +23,13 @@ from ..measure.speed import machine_record, report, text_table
 from ..ops.gated_deltanet import causal_conv_spec, delta_gates_spec, gated_delta_spec, gated_norm_spec, key_head_table, l2_norm_spec
 from ..ops.moe_routing import route_spec
 from ..ops.norm_rope import rms_norm_spec
-from .attention import PAGE, attend_kernel, combine_kernel, rope_table
+from .attention import PAGE, attend_kernel, combine_kernel, rope_table, store_keys_kernel
 from .fused import fat_gemv, fat_kernel, fat_rule
 from .gated_deltanet import delta_step_kernel
 from .moe_routing import experts_down_kernel, experts_up_kernel, router_blocks, router_kernel
 from .graphs import Buffer, CudaError, Graph, Kernel, checked, driver, replay_seconds
 from .linear import KINDS, PACKERS, Matrix, embed, gemv, gemv_arguments, gemv_kernel, kind_of, pack, plane_bytes, prepare, quantize_rows, quantize_spec, record_bytes, records_spec
-from .rows import JOB_WORDS, add_parts_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel, round_rows, rows_product, tiled_records_spec
+from .rows import JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel, round_rows, rows_product, tiled_records_spec
 from .sampling import best_of_all, greedy
 from .ptx import *
 from .ptx import SIMULATED, TWINS, shared_address
@@ -218,7 +218,7 @@ def check_stages(rng):
         assert error < (3e-6 if type_name == 'F32' else 1e-3), f'{type_name} {rows} × {columns} {stage}: relative error {error:.1e}'
     return f'norm, gated, quantize, add: largest relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #dafe9ff2
+# %% ../../nbs/cuda/90_check.ipynb #f3f0c505
 def check_fused(rng):
     "`fat_gemv` with every stage against the specs, poisoned answers, memory behind them untouched"
     worst = 0.
@@ -245,7 +245,7 @@ def check_fused(rng):
         assert error < 1e-3, f'{type_name} {rows} × {columns}, {tokens} tokens, {stage} {options}: relative error {error:.1e}'       # a value next to the middle of two integers may go to either
     return f'{len(cases)} cases: largest relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #cd467213
+# %% ../../nbs/cuda/90_check.ipynb #c1e435c3
 def check_rows(rng):
     "`round_rows` byte for byte, `rows_product` against the spec, poisoned answers, memory behind them untouched"
     worst, cases = 0., [('Q8_0', 21, 256, 5, {}), ('Q5_K', 7, 256, 9, dict(tiles=1))] if SIMULATED else \
@@ -314,7 +314,7 @@ def check_experts(rng):
     assert error_up < 1e-2 and error < 1e-5, f'relative errors {error_up:.1e}, {error:.1e}'
     return f'{tokens} tokens, {chosen} of {experts} experts and a shared one: relative errors {error_up:.1e} in the middle, {error:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #efa59aee
+# %% ../../nbs/cuda/90_check.ipynb #591a3b6f
 def check_jobs(rng):
     "Scores to residual stream for many tokens: the jobs against `jobs_spec`, the sum against the decoded weights with activations rounded as the kernels round them"
     tokens, hidden, width, experts, chosen = (3, 256, 128, 32, 2) if SIMULATED else (27, 2048, 512, 256, 8)
@@ -387,25 +387,30 @@ def check_delta(rng):
 # %% ../../nbs/cuda/90_check.ipynb #9bb5e149
 def check_attention(rng):
     "Sequences of several lengths in scattered pages, among them one of a single token and one that begins a page; keys and values in halves, as the pages hold them. The new token's key and value must be where the table says, all else untouched"
-    cases = [(2, 1, 64, 16, 2, True, [37])] if SIMULATED else [(16, 2, 256, 64, 64, True, [0, 32, 1000, 4095]), (24, 4, 256, 64, 32, True, [129, 5]), (8, 8, 64, 64, 16, False, [63, 700]), (32, 8, 128, 128, 16, False, [250, 15, 16]), (16, 2, 256, 64, 8, True, [20000])]
+    cases = [(2, 1, 64, 16, 2, True, [37]), (2, 1, 128, 16, 2, True, [20])] if SIMULATED else [(16, 2, 256, 64, 64, True, [0, 32, 1000, 4095]), (24, 4, 256, 64, 32, True, [129, 5]), (8, 8, 64, 64, 16, False, [63, 700]), (32, 8, 128, 128, 16, False, [250, 15, 16]), (16, 2, 256, 64, 8, True, [20000])]
     worst = 0.
-    for heads, kv_heads, d, rope, splits, gated, lengths in cases:
+    for (heads, kv_heads, d, rope, splits, gated, lengths), kv in [(case, kv) for kv in ('f16', 'int8') for case in cases if kv == 'f16' or case[2] % 128 == 0]:
         width, sequences, shares = d * (2 if gated else 1), len(lengths), heads // kv_heads
         pages_each = max(lengths) // PAGE + 1
         x = rng.normal(0, 1, (sequences, heads * width + 2 * kv_heads * d)).astype(np.float32)
         weights = rng.normal(1, .2, (2, d)).astype(np.float32) if gated else None
-        table = rng.permutation(sequences * pages_each + 3)[:sequences * pages_each].reshape(sequences, pages_each).astype(np.int32)
-        keys, values = (rng.normal(0, 1, (sequences * pages_each + 3, kv_heads, PAGE, d)).astype(np.float16) for _ in range(2))
+        table, order = rng.permutation(sequences * pages_each + 3)[:sequences * pages_each].reshape(sequences, pages_each).astype(np.int32), np.arange(sequences, dtype=np.int32)[::-1]
+        pool = sequences * pages_each + 3, kv_heads, PAGE
+        if kv == 'int8': keys, values, scales = *(rng.integers(-127, 128, (*pool, d), np.int8) for _ in range(2)), rng.uniform(.005, .03, (2, *pool)).astype(np.float32)
+        else: keys, values, scales = *(rng.normal(0, 1, (*pool, d)).astype(np.float16) for _ in range(2)), np.zeros((2, 1), np.float32)
         for n, position in enumerate(lengths):                                           # nobody has written behind the newest position yet
-            keys[table[n, position // PAGE], :, position % PAGE:], values[table[n, position // PAGE], :, position % PAGE:] = np.nan, np.nan
+            place = table[n, position // PAGE], slice(None), slice(position % PAGE, None)
+            if kv == 'int8': scales[(slice(None), *place)] = np.nan
+            else: keys[place], values[place] = np.nan, np.nan
         angles = rope_table(max(lengths) + 1, rope, 1e6)
-        buffers = [Buffer.of(a) for a in (x, weights[0] if gated else np.zeros(d, np.float32), weights[1] if gated else np.zeros(d, np.float32), angles, keys, values, table, np.array(lengths, np.int32))]
-        addresses = [b.address if gated or i not in (1, 2) else 0 for i, b in enumerate(buffers)]
+        buffers = [Buffer.of(a) for a in (x, weights[0] if gated else np.zeros(d, np.float32), weights[1] if gated else np.zeros(d, np.float32), angles, keys, values, scales[0], scales[1], order, table[order], np.array(lengths, np.int32))]
+        addresses = [b.address if (gated or i not in (1, 2)) and (kv == 'int8' or i not in (6, 7)) else 0 for i, b in enumerate(buffers)]
         pairs = sequences * kv_heads * splits
         tops, sums, partial, out = (Buffer(4 * n, fill=0xff) for n in (pairs * 8, pairs * 8, pairs * 8 * d, sequences * heads * d))
-        attend_kernel(heads, kv_heads, d, rope, splits, gated, gated).launch(pairs, 256, *addresses, tops.address, sums.address, partial.address, 0, 0, x.shape[1], pages_each)
-        combine_kernel(heads, kv_heads, d, splits, gated).launch(sequences * kv_heads * d // 8, 256, tops.address, sums.address, partial.address, buffers[0].address, addresses[7], out.address, x.shape[1], dependent=True)
-        got, after = out.read(np.float32, (sequences, heads, d)), [buffers[i].read(np.float16, keys.shape) for i in (4, 5)]
+        attend_kernel(heads, kv_heads, d, rope, splits, gated, gated, kv=kv).launch(pairs, 256, *addresses, tops.address, sums.address, partial.address, 0, 0, x.shape[1], pages_each)
+        combine_kernel(heads, kv_heads, d, splits, gated, kv).launch(sequences * kv_heads * d // 8, 256, tops.address, sums.address, partial.address, buffers[0].address, addresses[10], out.address, x.shape[1], dependent=True)
+        got, after = out.read(np.float32, (sequences, heads, d)), [buffers[i].read(keys.dtype, keys.shape) for i in (4, 5)]
+        found = [buffers[i].read(np.float32, scales[0].shape) for i in (6, 7)]
         def turned(v, weight, position):
             v = rms_norm_spec(v.astype(np.float64), weight, 1e-6) if weight is not None else v.astype(np.float64)
             a, b, (c, s) = v[..., :rope // 2].copy(), v[..., rope // 2:rope].copy(), angles[position].T.astype(np.float64)
@@ -415,19 +420,81 @@ def check_attention(rng):
             q = x[n, :heads * width].reshape(heads, -1, d)
             new = x[n, heads * width:].reshape(2, kv_heads, d)
             place = table[n, position // PAGE], slice(None), position % PAGE
-            np.testing.assert_allclose(after[0][place], turned(new[0], weights[1] if gated else None, position), atol=4e-3, rtol=1e-3)
-            np.testing.assert_array_equal(after[1][place], new[1].astype(np.float16))
-            keys[place], values[place] = after[0][place], after[1][place]
+            fresh = turned(new[0], weights[1] if gated else None, position), new[1].astype(np.float64)
+            for i, (held, want, pages) in enumerate(zip(after, fresh, (keys, values))):
+                if kv == 'int8':
+                    np.testing.assert_allclose(found[i][place], np.abs(want).max(-1) / 127, rtol=1e-5)
+                    np.testing.assert_allclose(held[place] * found[i][place][:, None], want, atol=.51 * found[i][place].max())
+                    scales[i][place] = found[i][place]
+                else: np.testing.assert_allclose(held[place], want, atol=4e-3, rtol=1e-3)
+                pages[place] = held[place]
             K, V = (a[table[n]].transpose(1, 0, 2, 3).reshape(kv_heads, -1, d)[:, :position + 1].astype(np.float64) for a in (keys, values))
+            if kv == 'int8': K, V = (a * s[table[n]].transpose(1, 0, 2).reshape(kv_heads, -1)[:, :position + 1, None] for a, s in zip((K, V), scales))
             for h in range(heads):
                 scores = K[h // shares] @ turned(q[h, 0], weights[0] if gated else None, position) / np.sqrt(d)
                 p = np.exp(scores - scores.max())
                 want = p / p.sum() @ V[h // shares]
                 if gated: want = want / (1 + np.exp(-q[h, 1].astype(np.float64)))
                 worst = max(worst, np.linalg.norm(got[n, h] - want) / np.linalg.norm(want))
-        assert all(np.array_equal(a.view(np.uint16), b.view(np.uint16)) for a, b in zip(after, (keys, values))), 'a page that is not this token\'s was written'
+        assert all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip([*after, *(found if kv == 'int8' else ())], (keys, values, *scales))), 'a page that is not this token\'s was written'
     assert worst < 5e-4, f'relative error {worst:.1e}'
     return f'{len(cases)} shapes of heads: relative error {worst:.1e}'
+
+# %% ../../nbs/cuda/90_check.ipynb #6dbaedb0
+def check_runs(rng):
+    "`conv_rows`, `delta_rows` against the specs, twice in a row from an empty state; `store_keys` and `attend` of rows of the same sequence against attention over all keys so far"
+    Hk, Hv, dk, dv, taps, counts = (1, 2, 32, 32, 4, [[2, 1], [3]]) if SIMULATED else (16, 32, 128, 128, 4, [[7, 1, 2], [2, 9, 32]])
+    channels, worst = 2 * Hk * dk + Hv * dv, 0.
+    runs = len(counts[0])
+    for tiled in (True, False):
+        slots, length = np.array([2, 0, 3][:runs], np.int32), [0] * runs
+        conv, decay, dt = rng.normal(0, .5, (channels, taps)).astype(np.float32), -np.exp(rng.uniform(-4, 0, Hv)).astype(np.float32), rng.normal(-1, 1, Hv).astype(np.float32)
+        buffers = [Buffer.of(a) for a in (np.ascontiguousarray(conv.T), np.full((4, taps, channels), np.nan, np.float32), decay, dt, np.full((4, Hv, dk, dv), np.nan, np.float32))]
+        past = [np.zeros((0, channels + 2 * Hv), np.float32)] * runs
+        for step in counts:
+            step = step[:runs]
+            firsts = np.cumsum([0, *step])[:-1]
+            x = rng.normal(0, 1, (sum(step), channels + 2 * Hv)).astype(np.float32)
+            given = [Buffer.of(np.asarray(a, t)) for a, t in ((x, np.float32), (slots[:len(step)], np.int32), (firsts, np.int32), (step, np.int32), (length[:len(step)], np.int32))]
+            y, out = Buffer(4 * len(x) * channels, fill=0xff), Buffer(4 * len(x) * Hv * dv, fill=0xff)
+            where = [b.address for b in given[1:]]
+            conv_rows_kernel(channels, taps).launch(len(step) * -(-channels // 256), 256, given[0].address, buffers[0].address, buffers[1].address, *where, y.address, x.shape[1])
+            delta_rows_kernel(Hk, Hv, dk, dv, tiled).launch(len(step) * Hv * dv // 32, 2 * dk, y.address, given[0].address, *(b.address for b in buffers[2:]), *where, out.address, x.shape[1], channels, channels + Hv, dependent=True)
+            got = out.read(np.float32, (len(x), Hv, dv))
+            for n, (first, count) in enumerate(zip(firsts, step)):
+                past[n], length[n] = np.concatenate([past[n], x[first:first + count]]), length[n] + count
+                v, _ = causal_conv_spec(past[n][:, :channels], conv)
+                q, k = (l2_norm_spec(v[:, i * Hk * dk:(i + 1) * Hk * dk].reshape(-1, Hk, dk)) for i in range(2))
+                g, beta = delta_gates_spec(past[n][:, channels:channels + Hv], past[n][:, channels + Hv:], decay, dt)
+                want, state = gated_delta_spec(q * np.float32(dk ** -.5), k, v[:, 2 * Hk * dk:].reshape(-1, Hv, dv), g, beta, np.zeros((Hv, dk, dv), np.float32), key_head_table(Hk, Hv, tiled))
+                worst = max(worst, np.linalg.norm(got[first:first + count] - want[-count:]) / np.linalg.norm(want[-count:]))
+                worst = max(worst, np.linalg.norm(buffers[4].read(np.float32, (4, Hv, dk, dv))[slots[n]] - state) / np.linalg.norm(state))
+    assert worst < 1e-5, f'relative error {worst:.1e}'
+    heads, kv_heads, d, rope, splits, rows = (2, 1, 64, 16, 2, 3) if SIMULATED else (16, 2, 256, 64, 8, 21)
+    x, start = rng.normal(0, 1, (rows, heads * d + 2 * kv_heads * d)).astype(np.float32), 0 if SIMULATED else 30
+    keys, values = (rng.normal(0, 1, (6, kv_heads, PAGE, d)).astype(np.float16) for _ in range(2))
+    table, angles = np.array([[9, 9, 9, 9], [4, 1, 0, 5]], np.int32), rope_table(64, rope, 1e6)
+    buffers = [Buffer.of(a) for a in (x, angles, keys, values, np.ones(rows, np.int32), table, start + np.arange(rows, dtype=np.int32))]
+    X, A, K, V, S, T, P = (b.address for b in buffers)
+    pairs = rows * kv_heads * splits
+    tops, sums, partial, out = (Buffer(4 * n, fill=0xff) for n in (pairs * 8, pairs * 8, pairs * 8 * d, rows * heads * d))
+    store_keys_kernel(heads, kv_heads, d, rope, False).launch(rows * kv_heads, 64, X, 0, A, K, V, 0, 0, S, T, P, x.shape[1], 4)
+    attend_kernel(heads, kv_heads, d, rope, splits, False, False, stored=True).launch(pairs, 256, X, 0, 0, A, K, V, 0, 0, S, T, P, tops.address, sums.address, partial.address, 0, 0, x.shape[1], 4, dependent=True)
+    combine_kernel(heads, kv_heads, d, splits, False).launch(rows * kv_heads * d // 8, 256, tops.address, sums.address, partial.address, X, P, out.address, x.shape[1], dependent=True)
+    got = out.read(np.float32, (rows, heads, d))
+    keys, values = (buffers[i].read(np.float16, keys.shape)[table[1]].transpose(1, 0, 2, 3).reshape(kv_heads, -1, d).astype(np.float64) for i in (2, 3))
+    np.testing.assert_array_equal(values[:, start:start + rows], x[:, (heads + kv_heads) * d:].reshape(rows, kv_heads, d).astype(np.float16).transpose(1, 0, 2))
+    for r in range(rows):
+        for h in range(heads):
+            q = x[r, h * d:(h + 1) * d].astype(np.float64)
+            a, b, (c, s) = q[:rope // 2].copy(), q[rope // 2:rope].copy(), angles[start + r].T.astype(np.float64)
+            q[:rope // 2], q[rope // 2:rope] = a * c - b * s, b * c + a * s
+            scores = keys[h // (heads // kv_heads), :start + r + 1] @ q / np.sqrt(d)
+            p = np.exp(scores - scores.max())
+            want = p / p.sum() @ values[h // (heads // kv_heads), :start + r + 1]
+            error = np.linalg.norm(got[r, h] - want) / np.linalg.norm(want)
+            assert error < 5e-4, f'row {r}, head {h}: relative error {error:.1e}'
+    return f'runs of {counts} tokens: relative error {worst:.1e}; {rows} rows of one sequence attend to one another'
 
 # %% ../../nbs/cuda/90_check.ipynb #17df7d5c
 def check_ends(rng):
@@ -575,23 +642,25 @@ def noise_matrix(type_name, rows, columns, rng):
 TUNE = dict(many=5, splits=0, ahead_delta=0, ahead_attend=0, ahead_router=0, ahead_up=True, ahead_down=.2)      # how a step is launched; `ahead_…`: the share of a later matrix that a kernel asks into the second cache; many: from so many rows on, the tensor cores
 
 class Walk:
-    "All memory of one decode step of `rows` sequences of a model of noise, and `launch(stream)`, which launches it. `tokens` and `positions` are device memory"
-    def __init__(self, model, context, rng, rows=1, **tune):
+    "All memory of one step of `rows` sequences of a model of noise (prompt: of so many tokens of one sequence), and `launch(stream)`, which launches it. `tokens` and `positions` are device memory"
+    def __init__(self, model, context, rng, rows=1, kv='f16', prompt=False, **tune):
         m = self.m = MODELS[model]
-        self.tune, self.rows, self.model, H, moe = TUNE | tune, rows, model, m['hidden'], m['experts'] > 0
+        self.prompt, self.sequences = prompt, 1 if prompt else rows
+        self.tune, self.rows, self.kv, self.model, H, moe = TUNE | tune, rows, kv, model, m['hidden'], m['experts'] > 0
         floats = lambda *shape, scale=1.: Buffer.of(rng.normal(0, scale, shape).astype(np.float32))
         ones = lambda n: Buffer.of(np.ones(n, np.float32))
         P, Hv, heads, kv = m['projections'], m['value_heads'], m['heads'], m['kv_heads']
+        element = 1 if self.kv == 'int8' else 2
         splits = self.splits = self.tune['splits'] or max(1, 128 // kv // rows)      # a block for each multiprocessor
         self.channels, self.values = 2 * KEY_HEADS * DELTA_DIM + Hv * DELTA_DIM, Hv * DELTA_DIM
         self.delta_rows, self.attention_rows = self.channels + self.values + 2 * Hv, heads * 2 * HEAD_DIM + 2 * kv * HEAD_DIM
         self.layers, self.pages_each = [], -(-context // PAGE)
-        pages = self.pages_each * rows
+        pages = self.pages_each * self.sequences
         for i in range(m['layers']):
             layer = dict(norm=ones(H), ffn_norm=ones(H))
             if (i + 1) % INTERVAL == 0:
                 layer |= dict(kind='attention', into=noise_matrix(P, self.attention_rows, H, rng), out=noise_matrix(P, H, heads * HEAD_DIM, rng), q_norm=ones(HEAD_DIM), k_norm=ones(HEAD_DIM),
-                              keys=Buffer(2 * pages * kv * PAGE * HEAD_DIM, fill=0x11), values=Buffer(2 * pages * kv * PAGE * HEAD_DIM, fill=0x11))
+                              **{n: Buffer(element * pages * kv * PAGE * HEAD_DIM, fill=0x11) for n in ('keys', 'values')}, **{n: Buffer(4 * pages * kv * PAGE, fill=0x11) for n in ('key_scales', 'value_scales')})
             else:
                 layer |= dict(kind='delta', into=noise_matrix(P, self.delta_rows, H, rng), out=noise_matrix(P, H, self.values, rng), conv=floats(TAPS, self.channels, scale=.5), decay=Buffer.of(-np.exp(rng.uniform(-4, 0, Hv)).astype(np.float32)), dt=floats(Hv),
                               norm_out=ones(DELTA_DIM), ring=Buffer(4 * rows * TAPS * self.channels, fill=0), state=Buffer(4 * rows * Hv * DELTA_DIM * DELTA_DIM, fill=0))
@@ -606,15 +675,16 @@ class Walk:
         self.scores, self.ids, self.weights, self.middle = Buffer(4 * 512 * rows), Buffer(256 * rows), Buffer(256 * rows), Buffer(16 * record_bytes(m['width']) * rows)
         self.tops, self.sums, self.partial, self.found = Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits * HEAD_DIM), Buffer(2048 * rows)
         self.angles, self.table = Buffer.of(rope_table(context, ROPE_DIM, 1e7)), Buffer.of(rng.permutation(pages).astype(np.int32))
-        self.tokens, self.slots, self.log = Buffer.of(rng.integers(0, VOCABULARY, rows).astype(np.int32)), Buffer.of(np.arange(rows, dtype=np.int32)), Buffer(4 * 1024 * rows, fill=0xff)
+        self.tokens, self.slots, self.log = Buffer.of(rng.integers(0, VOCABULARY, rows).astype(np.int32)), Buffer.of(np.arange(rows, dtype=np.int32) * (not prompt)), Buffer(4 * 1024 * rows, fill=0xff)
         self.positions, self.many = Buffer.of(np.zeros(rows, np.int32)), rows >= self.tune['many']
+        if prompt: self.firsts, self.counts, self.mixed_in = Buffer.of(np.zeros(1, np.int32)), Buffer.of(np.array([rows], np.int32)), Buffer(4 * rows * self.channels)
         if self.many and moe: self.jobs, self.middles, self.parts, self.shared, self.others, self.records_down = (Buffer(4 * rows * k) for k in (JOB_WORDS * m['chosen'], m['chosen'] * m['width'], m['chosen'] * H, 2 * m['width'], H, m['chosen'] * m['width']))
 
     def part_bytes(self, position):
         "What each kind of kernel has to read (and, of the states, write) in a step at `position`"
         m, n, size = self.m, self.rows, lambda name, share=1.: sum(share * l[name].nbytes for l in self.layers if name in l)
         deltas, attentions = (sum(l['kind'] == kind for l in self.layers) for kind in ('delta', 'attention'))
-        parts = dict(into=size('into'), delta=deltas * n * 8 * m['value_heads'] * DELTA_DIM ** 2, attend=attentions * n * 4 * position * m['kv_heads'] * HEAD_DIM, combine=0, out=size('out'), head=self.head.nbytes, ends=0)
+        parts = dict(into=size('into'), delta=deltas * n * 8 * m['value_heads'] * DELTA_DIM ** 2, attend=attentions * n * (2 * position * m['kv_heads'] * (HEAD_DIM + 4) if self.kv == 'int8' else 4 * position * m['kv_heads'] * HEAD_DIM), combine=0, out=size('out'), head=self.head.nbytes, ends=0)
         if not m['experts']: return parts | dict(up=size('up'), down=size('down'))
         share = 1 - (1 - m['chosen'] / m['experts']) ** n                            # of the experts, those that somebody asks, when all are equally likely
         return parts | dict(router=size('router') + size('shared_up'), up=size('up', share), down=size('down', share) + size('shared_down'))
@@ -661,7 +731,11 @@ class Walk:
 
     def delta(self, layer):
         Hv = self.m['value_heads']
-        if self.wanted('delta'):
+        if self.wanted('delta') and self.prompt:
+            where = [b.address for b in (self.slots, self.firsts, self.counts, self.positions)]
+            conv_rows_kernel(self.channels, TAPS).launch(-(-self.channels // 256), 256, self.x.address, layer['conv'].address, layer['ring'].address, *where, self.mixed_in.address, self.delta_rows, stream=self.stream, dependent=True)
+            delta_rows_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, True).launch(Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.mixed_in.address, self.x.address, *(layer[n].address for n in ('decay', 'dt', 'state')), *where, self.mixed.address, self.delta_rows, self.channels + self.values, self.channels + self.values + Hv, stream=self.stream, dependent=True)
+        elif self.wanted('delta'):
             delta_step_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, TAPS, True).launch(self.rows * Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.x.address, *(layer[n].address for n in ('conv', 'decay', 'dt', 'ring', 'state')), self.slots.address, self.positions.address,
                 self.mixed.address, *self.ahead('delta', layer['out']), self.delta_rows, self.channels + self.values, self.channels + self.values + Hv, stream=self.stream, dependent=True)
         self.back(layer['out'], 'gated', weight=layer['norm_out'].address, gate=self.x.address + 4 * self.channels, gate_stride=self.delta_rows)
@@ -669,9 +743,11 @@ class Walk:
     def attend(self, layer):
         heads, kv = self.m['heads'], self.m['kv_heads']
         if self.wanted('attend'):
-            attend_kernel(heads, kv, HEAD_DIM, ROPE_DIM, self.splits).launch(self.rows * kv * self.splits, 256, self.x.address, layer['q_norm'].address, layer['k_norm'].address, self.angles.address, layer['keys'].address, layer['values'].address, self.table.address, self.positions.address,
+            scales = (layer['key_scales'].address, layer['value_scales'].address) if self.kv == 'int8' else (0, 0)
+            if self.prompt: store_keys_kernel(heads, kv, HEAD_DIM, ROPE_DIM, kv=self.kv).launch(self.rows * kv, 64, self.x.address, layer['k_norm'].address, self.angles.address, layer['keys'].address, layer['values'].address, *scales, self.slots.address, self.table.address, self.positions.address, self.attention_rows, self.pages_each, stream=self.stream, dependent=True)
+            attend_kernel(heads, kv, HEAD_DIM, ROPE_DIM, self.splits, kv=self.kv, stored=self.prompt).launch(self.rows * kv * self.splits, 256, self.x.address, layer['q_norm'].address, layer['k_norm'].address, self.angles.address, layer['keys'].address, layer['values'].address, *scales, self.slots.address, self.table.address, self.positions.address,
                 self.tops.address, self.sums.address, self.partial.address, *self.ahead('attend', layer['out']), self.attention_rows, self.pages_each, stream=self.stream, dependent=True)
-        if self.wanted('combine'): combine_kernel(heads, kv, HEAD_DIM, self.splits).launch(self.rows * kv * HEAD_DIM // 8, 256, self.tops.address, self.sums.address, self.partial.address, self.x.address, self.positions.address, self.mixed.address, self.attention_rows, stream=self.stream, dependent=True)
+        if self.wanted('combine'): combine_kernel(heads, kv, HEAD_DIM, self.splits, kv=self.kv).launch(self.rows * kv * HEAD_DIM // 8, 256, self.tops.address, self.sums.address, self.partial.address, self.x.address, self.positions.address, self.mixed.address, self.attention_rows, stream=self.stream, dependent=True)
         self.back(layer['out'], 'quantize')
 
     def jobs_of(self, layer):
@@ -716,7 +792,7 @@ PARTS = dict(into='norm, projections in', delta='linear attention', attend='atte
 def graph_of(walk, position, **given):
     "A recorded step at `position`"
     graph = Graph()
-    walk.positions.write(np.full(walk.rows, position, np.int32))
+    walk.positions.write((position + np.arange(walk.rows) * walk.prompt).astype(np.int32))
     with graph.record() as stream: walk.launch(stream, **given)
     return graph
 
@@ -736,24 +812,27 @@ def part_table(walk, position, ceiling):
         rows.append([name, PARTS[name], times[name], f'{each * 1e6:.2f}', f'{size / 1e6:.2f}', f'{100 * size / each / ceiling:.0f}', f'{each * times[name] * 1e3:.3f}'])
     return rows, kept
 
-def bench_step(model, rng, contexts=(128, 4096, 32768), ceiling=4.11e12, rounds=21, save=False, rows=1, **more):
+def bench_step(model, rng, contexts=(128, 4096, 32768), ceiling=4.11e12, rounds=21, save=False, rows=1, kv='f16', prompt=False, **more):
     "Replay a step of `model` at several lengths of context, and each kind of kernel alone"
     start = time.time()
-    walk, lines, records = Walk(model, max(contexts) + 256, rng, rows), [], []
+    walk, lines, records = Walk(model, max(contexts) + 256, rng, rows, kv, prompt), [], []
     for position in contexts:
         t, nbytes = step_seconds(walk, position, rounds), walk.read_bytes(position)
-        lines.append([model, rows, position, f'{t * 1e3:.3f}', f'{rows / t:.0f}', f'{nbytes / 1e9:.2f}', f'{nbytes / t / 1e9:.0f}', f'{100 * nbytes / t / ceiling:.0f}'])
-        records.append(dict(model=model, rows=rows, context=position, milliseconds=round(t * 1e3, 4), tok_s=round(rows / t, 1), read_gb=round(nbytes / 1e9, 3), gb_s=round(nbytes / t / 1e9, 1)))
+        lines.append([model, kv, f'{rows} of one' if prompt else rows, position, f'{t * 1e3:.3f}', f'{rows / t:.0f}', f'{nbytes / 1e9:.2f}', f'{nbytes / t / 1e9:.0f}', f'{100 * nbytes / t / ceiling:.0f}'])
+        records.append(dict(model=model, kv=kv, rows=rows, one_sequence=prompt, context=position, milliseconds=round(t * 1e3, 4), tok_s=round(rows / t, 1), read_gb=round(nbytes / 1e9, 3), gb_s=round(nbytes / t / 1e9, 1)))
     parts, kept = part_table(walk, contexts[-1], ceiling)
     graph = graph_of(walk, 0)
     for _ in range(200): graph.replay()
     graph.stream.wait()
     log, finite = walk.log.read(np.int32, (rows, 1024))[:, :200], bool(np.isfinite(walk.logits.read(np.float32, (rows, VOCABULARY))).all())
-    text = text_table(['model', 'rows', 'context', 'ms a step', 'tok/s', 'GB read', 'GB/s', '% of reading'], lines)
+    text = text_table(['model', 'keys', 'rows', 'context', 'ms a step', 'tok/s', 'GB read', 'GB/s', '% of reading'], lines)
     text += f'\neach kind of kernel alone, at {contexts[-1]}:\n' + text_table(['kernel', 'what', 'a step', 'µs', 'MB', '% of reading', 'ms together'], parts)
     text += f'\n200 steps: {len(set(log[0].tolist()))} different tokens, logits finite: {finite}, first {log[0, :8].tolist()}; prepared in {time.time() - start:.0f} s'
-    nodes = sum(part['launches'] for part in kept) + 2
-    if save: report(f'cuda-step-{model.lower()}-{rows}', '', dict(**gpu_record(), **more, ceiling_gb_s=ceiling / 1e9, launches=nodes, steps=records, kernels=kept, logits_finite=finite), True, out=open('/dev/null', 'w'))
+    asked = len(set(walk.ids.read(np.int32, rows * walk.m['chosen']).tolist())) if walk.m['experts'] else 0
+    if asked: text += f'; experts asked in the last layer: {asked}'
+    nodes = graph.stream.launched
+    text += f'; {nodes} launches a step'
+    if save: report(f'cuda-step-{model.lower()}-{"prompt" if prompt else kv}-{rows}', '', dict(**gpu_record(), **more, ceiling_gb_s=ceiling / 1e9, launches=nodes, experts_asked=asked, steps=records, kernels=kept, logits_finite=finite), True, out=open('/dev/null', 'w'))
     print(text, flush=True)
     return records
 
@@ -776,7 +855,7 @@ def compile_all(capability=(9, 0), processes=None, launches=LAUNCHES):
     wanted = [(name, arguments, capability) for name, arguments in wanted] + [(name, (), capability) for name in ('scalars', 'warp', 'matrix_products', 'quantize_rows', 'read_all')]
     with ProcessPoolExecutor(processes) as pool: return sum(1 for _ in pool.map(_compile, wanted, chunksize=4))
 
-CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_rows, check_experts, check_jobs, check_delta, check_attention, check_ends)
+CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_rows, check_experts, check_jobs, check_delta, check_attention, check_runs, check_ends)
 
 def main(argv=None):
     "Run all checks; the exit status is the number that failed"
@@ -784,6 +863,7 @@ def main(argv=None):
     parser.add_argument('--seed', type=int, default=int(time.time()))
     parser.add_argument('--bench', action='store_true', help='time the linear layers and write data/results/cuda-linear.….json')
     parser.add_argument('--step', nargs='*', choices=list(MODELS), default=(), help='time decode steps of these models of noise, and keep the record')
+    parser.add_argument('--rows', nargs='*', type=int, default=(), help='with --step: also steps of so many sequences, and of 32 tokens of one')
     parser.add_argument('--no-checks', action='store_true')
     parser.add_argument('--commit', help='what to write into the record where there is no git')
     parser.add_argument('--compile', action='store_true', help='only make the machine code of all kernels, for compute capability 9.0; needs no GPU')
@@ -801,7 +881,11 @@ def main(argv=None):
         except Exception as error: failed, outcome = failed + 1, f'FAILED: {type(error).__name__}: {error}'
         print(f'{check.__name__:24} {time.perf_counter() - start:6.1f} s  {outcome}', flush=True)
     if args.bench and not SIMULATED: bench_linear(np.random.default_rng(args.seed), LAUNCHES if args.sweep else ({},), save=True, **more)
-    for model in args.step: bench_step(model, np.random.default_rng(args.seed), (128, 4096, 32768 if model == '35B-A3B' else 16384), save=True, **more)
+    for model in args.step:
+        deep = 32768 if model == '35B-A3B' else 16384
+        for kv in ('f16', 'int8'): bench_step(model, np.random.default_rng(args.seed), (128, 4096, deep), save=True, kv=kv, **more)
+        for rows in args.rows: bench_step(model, np.random.default_rng(args.seed), (1024,), save=True, rows=rows, **more)
+        if args.rows: bench_step(model, np.random.default_rng(args.seed), (0, 4096), save=True, rows=32, prompt=True, **more)
     return failed
 
 if getattr(globals().get('__spec__'), 'name', None) == 'sparkinfer.cuda.check' and __name__ == '__main__': sys.exit(main())      # not in a notebook, which is `__main__` too

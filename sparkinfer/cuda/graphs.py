@@ -137,6 +137,7 @@ class Kernel:
     def launch(self, grid: int, block: int, *values, stream=None, dependent: bool = False, shared: int = 0):
         "Launch `grid` blocks of `block` threads on a `Stream` (None: the default one). dependent: may start before the kernel ahead of it has ended; it must call `wait_for_previous`"
         if len(values) != len(self.arguments): raise TypeError(f'{self.name} takes {len(self.arguments)} arguments, not {len(values)}')
+        if stream is not None: stream.launched += 1
         if SIMULATED: return _simulate(self, grid, block, tuple(float(v) if t == types.float32 else int(v) for v, t in zip(values, self.arguments)), stream)
         functions, config = driver(), None
         config = functions.CUlaunchConfig()
@@ -158,7 +159,7 @@ def _simulate(kernel, grid, block, values, stream):
 class Stream:
     "A queue of work on the device"
     def __init__(self):
-        self.recording = None
+        self.recording, self.launched = None, 0              # launched: how many kernels so far
         if not SIMULATED: self.handle = checked(driver().cuStreamCreate(1), 'making a stream')        # 1: does not wait for the default stream
     def wait(self):
         if not SIMULATED: checked(driver().cuStreamSynchronize(self.handle), 'waiting for a stream')

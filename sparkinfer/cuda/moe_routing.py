@@ -92,7 +92,7 @@ def router_kernel(shared_name, hidden, width, experts, chosen, shared, tokens=1,
     per_group, held, row_shape, words = router_blocks(width, experts, shared, tokens, tokens), (every, 4), (ROUTER_ROWS * every, 4), tokens * record_bytes(hidden) // 4
     load, compute, finish, raw_shape, board = pair_tools(shared_name, hidden, width, tokens, eps)
     before, fill = fat_stage('norm', hidden, tokens, eps, THREADS)
-    board_all, sums, answers = ((ROUTER_ROWS + 1) * tokens, 32), (tokens, 32), ROUTER_ROWS + 1
+    board_all, sums, answers, all_held = ((ROUTER_ROWS + 1) * tokens, 32), (tokens, 32), ROUTER_ROWS + 1, (tokens * every, 4)
     assert tokens <= 8 and shared in (0, width)
 
     @cuda.jit(device=True)
@@ -101,6 +101,7 @@ def router_kernel(shared_name, hidden, width, experts, chosen, shared, tokens=1,
     @cuda.jit(device=True)
     def score(router, weight, h, scores, first, partial, lane, warp):
         a, w, sums = cuda.local.array(row_shape, np.float32), cuda.local.array(held, np.float32), cuda.local.array(answers, np.float32)
+        v = cuda.local.array(all_held, np.float32)
         for i in range(every):
             four = load_f32x4(weight + 4 * clipped(i))
             for e in range(4): w[i, e] = four[e] if 4 * (i * THREADS + cuda.threadIdx.x) < hidden else np.float32(0)
@@ -109,13 +110,17 @@ def router_kernel(shared_name, hidden, width, experts, chosen, shared, tokens=1,
                 four = load_f32x4(router + 4 * (min(first + r, np.int64(experts)) * hidden + clipped(i)))
                 for e in range(4): a[r * every + i, e] = four[e]
         wait_for_previous()
+        for t in range(tokens):                                                      # all requests before the first use
+            for i in range(every):
+                four = load_f32x4(h + 4 * (t * hidden + clipped(i)))
+                for e in range(4): v[t * every + i, e] = four[e]
         for t in range(tokens):
             for r in range(ROUTER_ROWS + 1): sums[r] = np.float32(0)
             for i in range(every):
-                four = load_f32x4(h + 4 * (t * hidden + clipped(i)))
                 for e in range(4):
-                    if 4 * (i * THREADS + cuda.threadIdx.x) < hidden: sums[ROUTER_ROWS] += four[e] * four[e]
-                    for r in range(ROUTER_ROWS): sums[r] += a[r * every + i, e] * (w[i, e] * four[e])
+                    value = v[t * every + i, e]
+                    if 4 * (i * THREADS + cuda.threadIdx.x) < hidden: sums[ROUTER_ROWS] += value * value
+                    for r in range(ROUTER_ROWS): sums[r] += a[r * every + i, e] * (w[i, e] * value)
             for r in range(ROUTER_ROWS + 1):
                 sums[r] = warp_sum(sums[r], 32)
                 if lane == 0: partial[(ROUTER_ROWS + 1) * t + r, warp] = sums[r]
@@ -156,7 +161,7 @@ def router_blocks(width, experts, shared, tokens, group):
     "Blocks of a launch for `tokens` rows, `group` of them in a block"
     return tokens // group * (-(-(experts + 1) // ROUTER_ROWS) + (width // 32 if shared else 0))
 
-# %% ../../nbs/cuda/05_moe_routing.ipynb #eef9ee87
+# %% ../../nbs/cuda/05_moe_routing.ipynb #40e690c5
 @lru_cache(None)
 def experts_up_kernel(name, hidden, width, experts, chosen, normalise=True, eps=1e-6, down=None):
     """silu(gate · x) · (up · x) of the chosen experts, x = norm(h). Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), norm weight, h (tokens, hidden), scores (tokens, experts + 1), ids (tokens, chosen) int32, weights (tokens, chosen),

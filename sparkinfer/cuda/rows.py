@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['UNITS', 'LOW_STRIDE', 'MAGIC', 'MAGIC_FLOAT', 'JOB_WORDS', 'tiled_records_spec', 'round_rows_kernel', 'round_rows',
            'weight_stage', 'tile_product', 'block_product', 'rows_kernel', 'rows_product', 'jobs_spec', 'jobs_kernel',
-           'jobs_up_kernel', 'jobs_down_kernel', 'add_parts_kernel']
+           'jobs_up_kernel', 'jobs_down_kernel', 'add_parts_kernel', 'conv_rows_kernel', 'delta_rows_kernel']
 
-# %% ../../nbs/cuda/08_rows.ipynb #eb2c92f4
+# %% ../../nbs/cuda/08_rows.ipynb #61d03693
 import math
 from functools import lru_cache
 import numpy as np
@@ -20,7 +20,7 @@ from .moe_routing import chooser, ordered, unordered
 from .ptx import (add_f32, as_float, as_word, bits_and, bits_or, copies_begun, copy16_async, copy8_async, e4m3_to_halves, exp2, half_to_float, halves_to_floats, launch_dependents, load16, load16_staged, load2_once, load8_staged, load_f32,
                                  load_matrices, load_u32, load_u32_staged, mma_int8, mma_int8_half, reciprocal, shared_address, shift_left, shift_right, shuffle_up, store_f32, store_u32, store_u32_staged, wait_for_all_but_one, wait_for_copies, wait_for_previous, warp_barrier, warp_max_word, warp_sum)
 
-# %% ../../nbs/cuda/08_rows.ipynb #62b5a088
+# %% ../../nbs/cuda/08_rows.ipynb #11d10fa5
 def tiled_records_spec(x):
     "x: (tokens, columns) float32, columns a multiple of 64 → (tokens, record_bytes(columns)) uint8"
     q, scale, total = quantize_spec(x)
@@ -47,7 +47,7 @@ def round_rows(stage, columns, x, records, rows, x_stride=None, weight=0, gate=0
     "Addresses of x (rows, x_stride) float32 and of the records to write"
     round_rows_kernel(stage, columns, eps).launch(rows * -(-columns // 1024), 256, x, weight, gate, records, x_stride or columns * (2 if stage == 'swiglu' else 1), gate_stride, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/08_rows.ipynb #20d6cc7d
+# %% ../../nbs/cuda/08_rows.ipynb #c1ac30cb
 UNITS = 4               # of each row in a stage
 LOW_STRIDE = 80         # bytes from a row to the next in shared memory
 MAGIC, MAGIC_FLOAT = 0x4b400000, 12582912.      # an integer added to the bits of 1.5 · 2²³ is the float of their sum
@@ -101,7 +101,7 @@ def weight_stage(name, columns, tiles):
                 for i in range(4): held[4 * u + i] = four[i]
     return nbytes, begin, words_of, (high_at, scale_at, high_stride)
 
-# %% ../../nbs/cuda/08_rows.ipynb #cc790a0f
+# %% ../../nbs/cuda/08_rows.ipynb #849a4488
 @lru_cache(None)
 def tile_product(name, columns, tiles, groups):
     "A device function: adds a stage to acc[((tile · groups + group) · 4 + …]. b: addresses of the records of row g of each group of 8; s: of rows 2t and 2t+1"
@@ -202,7 +202,7 @@ def tile_product(name, columns, tiles, groups):
     groups_by_four = (groups, 4)
     return nbytes, begin, multiply
 
-# %% ../../nbs/cuda/08_rows.ipynb #67a36624
+# %% ../../nbs/cuda/08_rows.ipynb #da1c7c8a
 @lru_cache(None)
 def block_product(name, columns, tiles, groups, warps):
     "Device functions (start, walk, total) of a block and the words of shared memory that it needs"
@@ -244,7 +244,7 @@ def block_product(name, columns, tiles, groups, warps):
         return value
     return start, walk, total, words
 
-# %% ../../nbs/cuda/08_rows.ipynb #73013044
+# %% ../../nbs/cuda/08_rows.ipynb #88becf83
 @lru_cache(None)
 def rows_kernel(name, columns, groups, tiles=2, warps=4, add=False, resident=4):
     """y[t, row] (+)= W[row] · x[t] for up to 8 · `groups` rows of activations. Arguments: the four planes, tiled records, y (rows, y_stride) float32; y_stride, rows of W, rows of activations.
@@ -276,12 +276,13 @@ def rows_kernel(name, columns, groups, tiles=2, warps=4, add=False, resident=4):
 def rows_product(matrix, records, y, rows, y_stride=None, add=False, tiles=None, warps=None, resident=None, stream=None, dependent=True):
     "y (rows, y_stride) float32 (+)= W · x for tiled records of up to 32 rows; more go in turns, which read W again"
     if not matrix.kind.rounded or matrix.columns % 128: raise UnsupportedError(f'{matrix.columns} columns of type {matrix.kind.name} cannot be multiplied by many rows on the GPU yet')
-    tiles = tiles or (2 if matrix.rows > 4096 else 1)
+    tiles, warps = tiles or (2 if matrix.rows > 4096 else 1), warps or (4 if matrix.rows > 4096 else 8)        # few rows: more warps along each
+    if matrix.columns // 128 < warps: warps = 4
     for start in range(0, rows, 32):
         n = min(32, rows - start)
-        rows_kernel(matrix.kind.name, matrix.columns, -(-n // 8), tiles, warps or 4, add, resident or (2 if n > 16 else 4)).launch(-(-matrix.rows // (16 * tiles)), 32 * (warps or 4), *matrix.addresses, records + start * record_bytes(matrix.columns), y + 4 * start * (y_stride or matrix.rows), y_stride or matrix.rows, matrix.rows, n, stream=stream, dependent=dependent)
+        rows_kernel(matrix.kind.name, matrix.columns, -(-n // 8), tiles, warps, add, resident or (2 if n > 16 or warps == 8 else 4)).launch(-(-matrix.rows // (16 * tiles)), 32 * warps, *matrix.addresses, records + start * record_bytes(matrix.columns), y + 4 * start * (y_stride or matrix.rows), y_stride or matrix.rows, matrix.rows, n, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/08_rows.ipynb #0cee4a17
+# %% ../../nbs/cuda/08_rows.ipynb #708598a9
 JOB_WORDS = 16              # int32: expert (−1: no job), number of pairs, 6 unused, 8 pairs
 
 def jobs_spec(ids, experts):
@@ -356,7 +357,7 @@ def jobs_kernel(experts, chosen, tokens, normalise=True):
         for i in range(whole + thread, pairs, 1024): store_u32(jobs + 4 * JOB_WORDS * i, np.uint32(0xffffffff))
     return Kernel(jobs_of, *[types.int64] * 4, name=f'jobs_{experts}_{chosen}_{tokens}_{int(normalise)}', bounds=(1024, 1))
 
-# %% ../../nbs/cuda/08_rows.ipynb #7589c25c
+# %% ../../nbs/cuda/08_rows.ipynb #9840a737
 @lru_cache(None)
 def jobs_up_kernel(name, hidden, width, chosen, warps=4):
     "silu(gate · x) · (up · x) for every pair. Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), tiled records (tokens), jobs, middles (pairs, width) float32. Launch with jobs · width / 16 blocks of 32 · warps threads; jobs: as many as there are pairs, those that are not used end at once"
@@ -427,3 +428,95 @@ def add_parts_kernel(hidden, experts, chosen, shared):
         for i in range(chosen): total += share[i] * values[i]
         if column < hidden: store_f32(h + 4 * (token * hidden + column), total)
     return Kernel(add_parts, *[types.int64] * 5, name=f'add_parts_{hidden}_{experts}_{chosen}_{int(bool(shared))}')
+
+# %% ../../nbs/cuda/08_rows.ipynb #d127246a
+@lru_cache(None)
+def conv_rows_kernel(channels, taps):
+    """The convolution and SiLU of runs of tokens. Arguments: x (rows, x_stride) float32, conv weights (taps, channels), ring (slots, taps, channels), slots, firsts, counts, positions (of the first token) of each run (int32), y (rows, channels); x_stride.
+    Launch with runs · ⌈channels / 256⌉ blocks of 256 threads"""
+    pieces = -(-channels // 256)
+
+    def conv_rows(x, weights, ring, slots, firsts, counts, positions, y, x_stride):
+        launch_dependents()
+        run, channel = np.int64(cuda.blockIdx.x) // pieces, np.int64(cuda.blockIdx.x) % pieces * 256 + cuda.threadIdx.x
+        if channel < channels:
+            w, past = cuda.local.array(taps, np.float32), cuda.local.array(taps, np.float32)
+            slot, first, count, position = np.int64(load_u32(slots + 4 * run)), np.int64(load_u32(firsts + 4 * run)), np.int64(load_u32(counts + 4 * run)), np.int64(load_u32(positions + 4 * run))
+            here = ring + 4 * (slot * taps * channels + channel)
+            for i in range(taps): w[i] = load_f32(weights + 4 * (i * channels + channel))
+            for i in range(taps - 1): past[i] = load_f32(here + 4 * ((position + 1 + i) % taps * channels)) if position + i >= taps - 1 else np.float32(0)
+            wait_for_previous()
+            following = load_f32(x + 4 * (first * x_stride + channel))
+            for t in range(count):
+                past[taps - 1] = following
+                following = load_f32(x + 4 * ((first + min(t + 1, count - 1)) * x_stride + channel))
+                total = np.float32(0)
+                for i in range(taps): total += w[i] * past[i]
+                store_f32(y + 4 * ((first + t) * channels + channel), silu(total))
+                if t + taps >= count: store_f32(here + 4 * ((position + t) % taps * channels), past[taps - 1])
+                for i in range(taps - 1): past[i] = past[i + 1]
+    return Kernel(conv_rows, *[types.int64] * 8, types.int32, name=f'conv_rows_{channels}_{taps}')
+
+@lru_cache(None)
+def delta_rows_kernel(key_heads, value_heads, key_dim, value_dim, tiled, eps=1e-6):
+    """The recurrence over runs of tokens, as `delta_step_kernel`. Arguments: y (rows, channels) of `conv_rows_kernel`, x (rows, x_stride) with a and b, decay (Hv), dt (Hv), state, slots, firsts, counts, positions of each run (int32), out (rows, Hv · value_dim); x_stride, place of a, place of b.
+    Launch with runs · Hv · value_dim / 32 blocks of 2 · key_dim threads"""
+    threads, channels, parts = 2 * key_dim, 2 * key_heads * key_dim + value_heads * value_dim, value_dim // 32
+    groups, shared_by = threads // 32, value_heads // key_heads
+    warps, grid, depth, scale = threads // 32, (groups, 32), key_dim // groups, np.float32(key_dim ** -.5)
+
+    def delta_rows(y, x, decay, dt, state, slots, firsts, counts, positions, out, x_stride, place_a, place_b):
+        launch_dependents()
+        thread, block = np.int64(cuda.threadIdx.x), np.int64(cuda.blockIdx.x)
+        run, head, part = block // (value_heads * parts), block // parts % value_heads, block % parts
+        key_head = head % key_heads if tiled else head // shared_by
+        column, group, half = part * 32 + thread % 32, thread // 32, thread // key_dim
+        slot, first, count, position = np.int64(load_u32(slots + 4 * run)), np.int64(load_u32(firsts + 4 * run)), np.int64(load_u32(counts + 4 * run)), np.int64(load_u32(positions + 4 * run))
+        S, fresh = cuda.local.array(depth, np.float32), cuda.local.array(4, np.float32)
+        both = cuda.shared.array(threads, np.float32)
+        partial = cuda.shared.array(warps, np.float32)
+        sums = cuda.shared.array(grid, np.float32)
+        answers = cuda.shared.array(grid, np.float32)
+        home = state + 4 * (((slot * value_heads + head) * key_dim + group * depth) * value_dim + column)
+        for i in range(depth): S[i] = load_f32(home + 4 * i * value_dim) if position > 0 else np.float32(0)
+        bias, slope = load_f32(dt + 4 * head), load_f32(decay + 4 * head)
+        channel, channel_v = (half * key_heads + key_head) * key_dim + thread % key_dim, 2 * key_heads * key_dim + head * value_dim + column
+        wait_for_previous()
+        ask(y, x, fresh, first, channel, channel_v, x_stride, place_a + head, place_b + head)
+        for t in range(count):
+            value, own, a, b = fresh[0], fresh[1], fresh[2] + bias, fresh[3]
+            ask(y, x, fresh, first + min(t + 1, count - 1), channel, channel_v, x_stride, place_a + head, place_b + head)
+            squares = warp_sum(value * value, 32)
+            if thread % 32 == 0: partial[thread // 32] = squares
+            cuda.syncthreads()
+            length = np.float32(0)
+            for i in range(key_dim // 32): length += partial[half * (key_dim // 32) + i]
+            both[thread] = value / math.sqrt(length + np.float32(eps)) * (scale if half == 0 else np.float32(1))
+            softplus = max(a, np.float32(0)) + math.log1p(math.exp(-abs(a)))
+            forget, beta = math.exp(slope * softplus), np.float32(1) / (np.float32(1) + math.exp(-b))
+            cuda.syncthreads()
+            recalled = np.float32(0)
+            for i in range(depth):
+                S[i] *= forget
+                recalled += both[key_dim + group * depth + i] * S[i]
+            sums[group, thread % 32] = recalled
+            cuda.syncthreads()
+            recalled = np.float32(0)
+            for i in range(groups): recalled += sums[i, thread % 32]
+            missing, answer = beta * (own - recalled), np.float32(0)
+            for i in range(depth):
+                S[i] += both[key_dim + group * depth + i] * missing
+                answer += both[group * depth + i] * S[i]
+            answers[group, thread % 32] = answer
+            cuda.syncthreads()
+            if thread < 32:
+                answer = np.float32(0)
+                for i in range(groups): answer += answers[i, thread]
+                store_f32(out + 4 * (((first + t) * value_heads + head) * value_dim + column), answer)
+        for i in range(depth): store_f32(home + 4 * i * value_dim, S[i])
+
+    @cuda.jit(device=True)
+    def ask(y, x, fresh, row, channel, channel_v, x_stride, a, b):
+        fresh[0], fresh[1] = load_f32(y + 4 * (row * channels + channel)), load_f32(y + 4 * (row * channels + channel_v))
+        fresh[2], fresh[3] = load_f32(x + 4 * (row * x_stride + a)), load_f32(x + 4 * (row * x_stride + b))
+    return Kernel(delta_rows, *[types.int64] * 10, *[types.int32] * 3, name=f'delta_rows_{key_heads}_{value_heads}_{key_dim}_{value_dim}_{int(tiled)}_{eps}')
