@@ -203,7 +203,7 @@ class CpuRunner:
         if weights not in ('auto', 'repack', 'file'): raise SparkinferError(f"weights is {weights!r}; use 'auto', 'repack' or 'file'")
         self.num_threads, self.kv_type, self.max_rows = num_threads or default_threads(), kv_type, (max_rows + 3) // 4 * 4
         self.kv_tag, self.config, self.placement, self.room = KV_TYPES[kv_type], None, weights, room
-        self.team, self.pace = ThreadTeam(self.num_threads), Pace(self.num_threads)
+        self.team, self.pace, self.rows = ThreadTeam(self.num_threads), Pace(self.num_threads), None
 
     def load(self, weights, max_context=None, num_slots=1, progress=None, num_pages=None):
         "Repack `weights` and make room; see `Runner.load`. The file's pages are released as they are repacked"
@@ -464,11 +464,26 @@ def submit(self: CpuRunner, batch, sampling=None):
     "Compute a step; see `Runner.submit`"
     check_batch(batch, self.config, self.lengths, self.max_context, tables=self.block_tables, num_pages=self.num_pages)
     logits = self._decode(batch) if len(batch) == 1 else self._batch(batch)
-    if sampling is None: return StepResult(logits=logits.copy())              # the next step writes over this one's
-    return sample_rows(logits, sampling, sample)
+    if sampling is None: return StepResult(logits=np.array(logits))            # the next step writes over this one's
+    return self._draw(logits, sampling)
 
 @patch
 def collect(self: CpuRunner, handle): return handle
+
+@patch
+def _draw(self: CpuRunner, logits, specs):
+    "A token for each row; a draw from 50,000 candidates takes 0.1 ms, so several are shared out over the team"
+    if sum(spec.temperature > 0 for spec in specs) < 4 or self.num_threads == 1: return sample_rows(logits, specs, sample)
+    drawn = [None] * len(specs)
+    def work(thread, threads, gate):
+        for i in range(*share.py_func(len(specs), thread, threads)):
+            try: drawn[i] = sample(logits[i], specs[i])
+            except Exception as error: drawn[i] = error
+    self.team.run(work)
+    def take(i, spec):
+        if isinstance(drawn[i], Exception): raise drawn[i]
+        return drawn[i]
+    return sample_rows(range(len(specs)), specs, take)
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #77e34fa4
 @patch
@@ -489,14 +504,23 @@ ONE_SPAN = np.array([[0, 1]])
 def _batch(self: CpuRunner, batch):
     "Many rows, `max_rows` at a time -> logits (outputs, vocab)"
     wanted, places = np.unique(batch.output_rows, return_inverse=True)          # a row that is asked for several times is computed once
-    logits = np.empty((len(wanted), self.config.vocab_size), np.float32)
+    logits = self._room_for(len(wanted))
     for start in range(0, len(batch), self.max_rows):
         tokens, positions, slots = (a[start:start + self.max_rows].astype(np.int64) for a in (batch.tokens, batch.positions, batch.slots))
         if self.embed is not None: self._embed(tokens)
         self.team.run(batch_step_hybrid if self.hybrid else batch_step, self.plan, self.layers, self.eps, self.kv_tag, tokens, positions, slots, runs_of(slots), runs_of(slots, len(slots)))
-        inside = np.flatnonzero((wanted >= start) & (wanted < start + len(tokens)))
-        if len(inside): logits[inside] = self._head(wanted[inside] - start)
+        first, after = np.searchsorted(wanted, (start, start + len(tokens)))
+        if first < after: self._head(wanted[first:after] - start, logits[first:])
+    logits = logits[:len(wanted), :self.config.vocab_size]
     return logits if np.array_equal(places, np.arange(len(wanted))) else logits[places]
+
+@patch
+def _room_for(self: CpuRunner, count):
+    "Rows that the head writes logits to, in groups of 4: float32 (at least count, …). Those of an engine's steps are kept, since fresh memory costs more than writing to it; those of a whole text are not"
+    rows, width = -(-count // 4) * 4 + 4, 8 * tile_rows(self.config.vocab_size)
+    if rows > 68: return np.empty((rows, width), np.float32)
+    if self.rows is None or len(self.rows) < rows: self.rows = np.empty((rows, width), np.float32)
+    return self.rows
 
 def runs_of(slots, most=RUN):
     "Cut a batch in runs of at most `most` rows of one slot. -> int64 (runs, 2): first row, rows"
@@ -506,15 +530,10 @@ def runs_of(slots, most=RUN):
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #7477bc53
 @patch
-def _head(self: CpuRunner, rows):
-    c, out = self.config, []
-    width = 8 * tile_rows(c.vocab_size)
+def _head(self: CpuRunner, rows, logits):
+    "Logits of these rows of x -> the first rows of `logits`; writes up to 3 rows beyond them"
     for start in range(0, len(rows), 16):
-        part = rows[start:start + 16].astype(np.int64)
-        logits = np.empty(((len(part) + 3) // 4 * 4, width), np.float32)
-        self.team.run(head_step, self.plan, self.eps, part, logits.ctypes.data)
-        out.append(logits[:len(part), :c.vocab_size])
-    return np.concatenate(out)
+        self.team.run(head_step, self.plan, self.eps, rows[start:start + 16].astype(np.int64), logits[start:].ctypes.data)
 
 @patch
 def _embed(self: CpuRunner, tokens):

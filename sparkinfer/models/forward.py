@@ -340,19 +340,26 @@ def check_batch(batch, config, lengths, max_context, can_truncate=None, tables=N
     need(0 <= batch.slots.min() and batch.slots.max() < slots, f'slots must lie in [0, {slots})')
     need(0 <= batch.positions.min() and batch.positions.max() < max_context, f'positions must lie in [0, {max_context})')
     need(batch.output_rows.size == 0 or 0 <= batch.output_rows.min() and batch.output_rows.max() < rows, f'output rows must lie in [0, {rows})')
-    ends = {}
-    for slot in np.unique(batch.slots) if rows > 1 else batch.slots:
-        positions = batch.positions[batch.slots == slot]
-        need((np.diff(positions) == 1).all(), f'positions of slot {slot} must be consecutive')
-        need(positions[0] <= lengths[slot], f'slot {slot} holds {lengths[slot]} positions; a row at {positions[0]} would leave a hole')
-        need(can_truncate or positions[0] in (0, lengths[slot]),
-             f'slot {slot} holds {lengths[slot]} positions and has recurrent layers, which cannot go back to {positions[0]}: '
-             f'go on at {lengths[slot]}, or start again at 0')
-        ends[slot] = positions[-1] + 1
-        if tables is not None:
-            needed = tables[slot, :-(-int(ends[slot]) // PAGE)].view(np.uint32)                              # a negative number becomes a large one
-            need(needed.max() < num_pages, f'the block table of slot {slot} names page {needed.view(np.int32)[needed.argmax()]}; there are {num_pages}, from 0')
-    for slot, end in ends.items(): lengths[slot] = end
+    order = np.argsort(batch.slots, kind='stable') if rows > 1 else np.arange(1)
+    slots, positions = batch.slots[order], batch.positions[order]
+    same = slots[1:] == slots[:-1]                                              # rows that go on with the sequence of the row before
+    begin, end = np.flatnonzero(np.append(True, ~same)), np.flatnonzero(np.append(~same, True))
+    slots, first, after, held = slots[begin], positions[begin], positions[end] + 1, lengths[slots[begin]]
+    for slot in batch.slots[order[1:]][same & (np.diff(positions) != 1)]: need(False, f'positions of slot {slot} must be consecutive')
+    for i in np.flatnonzero(first > held): need(False, f'slot {slots[i]} holds {held[i]} positions; a row at {first[i]} would leave a hole')
+    for i in np.flatnonzero((first != 0) & (first != held) & (not can_truncate)):
+        need(False, f'slot {slots[i]} holds {held[i]} positions and has recurrent layers, which cannot go back to {first[i]}: go on at {held[i]}, or start again at 0')
+    if tables is not None: _check_tables(tables[slots], after, slots, num_pages)
+    lengths[slots] = after
+
+def _check_tables(tables, after, slots, num_pages):
+    "ValueError if one of the pages that positions below `after` lie in does not exist. tables: those of `slots`"
+    width = -(-int(after.max()) // PAGE)
+    numbers = tables[:, :width].view(np.uint32)                                 # a negative number becomes a large one
+    if numbers.max(initial=0) < num_pages: return
+    for row, slot, length in zip(numbers, slots, after):
+        needed = row[:-(-int(length) // PAGE)]
+        if needed.max() >= num_pages: raise ValueError(f'the block table of slot {slot} names page {needed.view(np.int32)[needed.argmax()]}; there are {num_pages}, from 0')
 
 # %% ../../nbs/models/02_forward.ipynb #bc5651cd
 def sample_rows(logits, specs, draw=sample_spec):
