@@ -1,5 +1,6 @@
 "`LLM` on a model that says what a script tells it: every token is known in advance, so faults come exactly when wanted"
 import gc, threading, time, weakref
+from dataclasses import replace
 from types import SimpleNamespace
 import numpy as np
 import pytest
@@ -134,3 +135,17 @@ def test_two_threads_each_get_their_own_answer():
 def test_speed_so_far_adds_up(llm):
     for _ in range(3): llm.generate('=', temperature=0)
     assert llm.answers['answers'] == 3 and llm.answers['decode_tokens'] == 3 * len('Hello there.')
+
+def test_many_prompts_are_computed_together():
+    "More prompts than may wait: the call waits for its own, refuses none, and each answer is the one that the prompt gets alone"
+    prompts, knobs = [f'prompt {k}=' for k in range(20)], dict(temperature=1, seed=3, max_tokens=6, ignore_eos=True)
+    with make(script=babble(260), max_context=512) as llm:
+        alone = [llm.generate(p, **knobs).ids for p in prompts]
+        steps = len(llm.engine.runner.steps)
+        assert [c.ids for c in llm.generate(prompts, **knobs)] == alone and len(llm.engine.runner.steps) - steps < steps / 2
+        llm.engine.limits = replace(llm.engine.limits, max_queue=2)
+        assert [c.ids for c in llm.generate([llm.prompt_ids(p) for p in prompts], **knobs)] == alone
+        pairs = llm.generate(prompts[:3], n=2, **knobs)
+        assert [[c.ids for c in pair][0] for pair in pairs] == alone[:3] and llm.engine.health().active == 0
+        with pytest.raises(RequestError): llm.generate([*prompts[:5], [10**6]], **knobs)
+        assert llm.engine.health().queued == 0
