@@ -146,13 +146,13 @@ def check_matrix_products(rng):
     return 'bfloat16, halves and int8'
 
 # %% ../../nbs/cuda/90_check.ipynb #4cf8bf53
-def linear_spec(type_name, blocks, rows, columns, x, factor=1.0):
-    "y = x · Wᵀ in float64, x rounded where the kernel rounds it. (tokens, rows)"
+def linear_spec(type_name, blocks, rows, columns, x, factor=1.0, after=1):
+    "y = x · Wᵀ in float64, x rounded where the kernel rounds it, and then multiplied by `after`. (tokens, rows)"
     weights = E4M3[blocks].reshape(rows, columns) if type_name == 'FP8' else quant_type(type_name).decode(blocks).reshape(rows, columns)
     if kind_of(type_name).rounded:
         q, scale, _ = quantize_spec(x)
         x = q.astype(np.float64) * np.repeat(scale, 32, axis=1)
-    return x.astype(np.float64) @ weights.astype(np.float64).T * factor
+    return (x.astype(np.float64) * after) @ weights.astype(np.float64).T * factor
 
 def random_matrix(type_name, rows, columns, rng):
     "(blocks as in a file, factor)"
@@ -218,24 +218,26 @@ def check_stages(rng):
         assert error < (3e-6 if type_name == 'F32' else 1e-3), f'{type_name} {rows} × {columns} {stage}: relative error {error:.1e}'
     return f'norm, gated, quantize, add: largest relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #f3f0c505
+# %% ../../nbs/cuda/90_check.ipynb #c8cfd48a
 def check_fused(rng):
     "`fat_gemv` with every stage against the specs, poisoned answers, memory behind them untouched"
     worst = 0.
-    cases = [('Q8_0', 5, 256, 2, 'norm', {}), ('Q4_K', 7, 512, 1, 'gated', dict(add=True)), ('Q6_K', 3, 256, 1, 'quantize', dict(buffers=2, blocks=1, block=32))] if SIMULATED else [
+    cases = [('Q8_0', 5, 256, 2, 'norm', {}), ('Q4_K', 7, 512, 1, 'gated', dict(add=True)), ('Q6_K', 3, 256, 1, 'quantize', dict(buffers=2, blocks=1, block=32)), ('Q8_0', 3, 256, 2, 'heads', {})] if SIMULATED else [
         ('Q8_0', 12353, 2048, 1, 'norm', {}), ('Q8_0', 2047, 4096, 1, 'gated', dict(add=True)), ('Q4_K', 1301, 5120, 1, 'norm', dict(blocks=7)), ('Q4_K', 5119, 6144, 1, 'gated', dict(add=True)), ('Q6_K', 301, 5120, 3, 'norm', dict(rows_each=2, chunk=2)),
-        ('Q5_K', 77, 768, 8, 'quantize', dict(add=True)), ('Q8_0', 515, 2048, 8, 'norm', dict(block=256)), ('NVFP4', 515, 1024, 2, 'copy', {}), ('Q4_0', 131, 17408, 1, 'quantize', {}), ('Q8_0', 37, 4096, 4, 'gated', dict(rows_each=2)), ('Q4_K', 5119, 5120, 1, 'norm', dict(blocks=33, buffers=2, chunk=8, block=256)), ('Q8_0', 12353, 2048, 1, 'norm', dict(rows_each=1, buffers=2, block=256))]
+        ('Q5_K', 77, 768, 8, 'quantize', dict(add=True)), ('Q8_0', 515, 2048, 8, 'norm', dict(block=256)), ('NVFP4', 515, 1024, 2, 'copy', {}), ('Q4_0', 131, 17408, 1, 'quantize', {}), ('Q8_0', 37, 4096, 4, 'gated', dict(rows_each=2)), ('Q8_0', 2047, 4096, 1, 'heads', dict(add=True)), ('Q4_K', 77, 6144, 3, 'heads', {}), ('Q4_K', 5119, 5120, 1, 'norm', dict(blocks=33, buffers=2, chunk=8, block=256)), ('Q8_0', 12353, 2048, 1, 'norm', dict(rows_each=1, buffers=2, block=256))]
     for type_name, rows, columns, tokens, stage, options in cases:
         blocks, factor = random_matrix(type_name, rows, columns, rng)
         x, z = ((rng.normal(0, 2, (tokens, columns)) * np.exp(rng.normal(0, .5, (1, columns)))).astype(np.float32) for _ in range(2))
         weight, h = rng.normal(1, .2, 128 if stage == 'gated' else columns).astype(np.float32), rng.normal(0, 2, (tokens, rows)).astype(np.float32)
         squares = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-6)
-        inner, outer = dict(quantize=lambda: (x, 1), copy=lambda: (x, 1), norm=lambda: (x * weight, squares), gated=lambda: (gated_norm_spec(x.reshape(tokens, -1, 128), z.reshape(tokens, -1, 128), weight, 1e-6).reshape(tokens, columns), 1))[stage]()
-        product = linear_spec(type_name, blocks, rows, columns, inner.astype(np.float32), factor) * outer
+        sums = (rng.normal(0, 2, x.shape) ** 2).reshape(tokens, -1, 32).sum(2).astype(np.float32)
+        of_heads = np.repeat(1 / np.sqrt(sums.reshape(tokens, -1, 4).sum(2).astype(np.float64) / 128 + 1e-6), 128, axis=1) if columns % 128 == 0 else None
+        inner, outer = dict(heads=lambda: (x, 1), quantize=lambda: (x, 1), copy=lambda: (x, 1), norm=lambda: (x * weight, squares), gated=lambda: (gated_norm_spec(x.reshape(tokens, -1, 128), z.reshape(tokens, -1, 128), weight, 1e-6).reshape(tokens, columns), 1))[stage]()
+        product = linear_spec(type_name, blocks, rows, columns, inner.astype(np.float32), factor, of_heads if stage == 'heads' else 1) * outer
         add = options.get('add', False)
         y = np.full(tokens * (rows + 3) + 64, np.nan, np.float32)
         if add: y[:tokens * (rows + 3)].reshape(tokens, rows + 3)[:, :rows] = h
-        matrix, given = Matrix.from_file(type_name, blocks, rows, columns, factor), [Buffer.of(a) for a in (records_spec(x) if stage == 'copy' else x, z, weight, y)]
+        matrix, given = Matrix.from_file(type_name, blocks, rows, columns, factor), [Buffer.of(a) for a in (records_spec(x) if stage in ('copy', 'heads') else x, sums if stage == 'heads' else z, weight, y)]
         fat_gemv(matrix, given[0].address, given[3].address, rows + 3, tokens, stage, given[2].address, given[1].address, dependent=False, ahead=(matrix.buffer.address, matrix.nbytes // 16 * 16), **options)
         everything = given[3].read(np.float32, len(y))
         got = everything[:tokens * (rows + 3)].reshape(tokens, rows + 3)
@@ -245,7 +247,7 @@ def check_fused(rng):
         assert error < 1e-3, f'{type_name} {rows} × {columns}, {tokens} tokens, {stage} {options}: relative error {error:.1e}'       # a value next to the middle of two integers may go to either
     return f'{len(cases)} cases: largest relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #c1e435c3
+# %% ../../nbs/cuda/90_check.ipynb #29103d86
 def check_rows(rng):
     "`round_rows` byte for byte, `rows_product` against the spec, poisoned answers, memory behind them untouched"
     worst, cases = 0., [('Q8_0', 21, 256, 5, {}), ('Q5_K', 7, 256, 9, dict(tiles=1))] if SIMULATED else \
@@ -314,7 +316,7 @@ def check_experts(rng):
     assert error_up < 1e-2 and error < 1e-5, f'relative errors {error_up:.1e}, {error:.1e}'
     return f'{tokens} tokens, {chosen} of {experts} experts and a shared one: relative errors {error_up:.1e} in the middle, {error:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #591a3b6f
+# %% ../../nbs/cuda/90_check.ipynb #468aa559
 def check_jobs(rng):
     "Scores to residual stream for many tokens: the jobs against `jobs_spec`, the sum against the decoded weights with activations rounded as the kernels round them"
     tokens, hidden, width, experts, chosen = (3, 256, 128, 32, 2) if SIMULATED else (27, 2048, 512, 256, 8)
@@ -363,21 +365,32 @@ def check_delta(rng):
     for tiled in (True, False):
         slots = np.array([2, 0][:sequences], np.int32)
         conv, decay, dt = rng.normal(0, .5, (channels, taps)).astype(np.float32), -np.exp(rng.uniform(-4, 0, Hv)).astype(np.float32), rng.normal(-1, 1, Hv).astype(np.float32)
-        x = rng.normal(0, 1, (sequences, steps, channels + 2 * Hv)).astype(np.float32)
+        x, weight = rng.normal(0, 1, (sequences, steps, channels + 2 * Hv + Hv * dv)).astype(np.float32), rng.normal(1, .2, dv).astype(np.float32)
+        noted, norm, squares = tiled, Buffer.of(weight), Buffer(4 * sequences * Hv * dv // 32, fill=0xff)                # in one of the two cases, records
         ring, state = np.full((3, taps, channels), np.nan, np.float32), np.full((3, Hv, dk, dv), np.nan, np.float32)
         buffers = [Buffer.of(a) for a in (np.ascontiguousarray(conv.T), decay, dt, ring, state, slots)]
-        out, kernel = Buffer(4 * sequences * Hv * dv, fill=0xff), delta_step_kernel(Hk, Hv, dk, dv, taps, tiled)
+        out, kernel = Buffer(4 * sequences * Hv * dv, fill=0xff), delta_step_kernel(Hk, Hv, dk, dv, taps, tiled, noted=noted)
         q, k, v, g, beta, want = [], [], [], [], [], []
         for s in range(sequences):
             y, _ = causal_conv_spec(x[s, :, :channels], conv)
             q, k, v = y[:, :Hk * dk].reshape(steps, Hk, dk), y[:, Hk * dk:2 * Hk * dk].reshape(steps, Hk, dk), y[:, 2 * Hk * dk:].reshape(steps, Hv, dv)
-            g, beta = delta_gates_spec(x[s, :, channels:channels + Hv], x[s, :, channels + Hv:], decay, dt)
+            g, beta = delta_gates_spec(x[s, :, channels:channels + Hv], x[s, :, channels + Hv:channels + 2 * Hv], decay, dt)
             want.append(gated_delta_spec(l2_norm_spec(q) * np.float32(dk ** -.5), l2_norm_spec(k), v, g, beta, np.zeros((Hv, dk, dv), np.float32), key_head_table(Hk, Hv, tiled)))
         for t in range(steps):
             given, positions = Buffer.of(x[:, t]), Buffer.of(np.full(sequences, t, np.int32))
-            kernel.launch(sequences * Hv * dv // 32, 2 * dk, given.address, *(b.address for b in buffers), positions.address, out.address, 0, 0, x.shape[2], channels, channels + Hv)
-            got = out.read(np.float32, (sequences, Hv, dv))
-            for s in range(sequences): worst = max(worst, np.linalg.norm(got[s] - want[s][0][t]) / np.linalg.norm(want[s][0][t]))
+            kernel.launch(sequences * Hv * dv // 32, 2 * dk, given.address, *(b.address for b in buffers), positions.address, out.address, norm.address, squares.address, 0, 0, x.shape[2], channels, channels + Hv, channels + 2 * Hv)
+            for s in range(sequences):
+                answer = want[s][0][t]
+                if not noted: error = np.linalg.norm(out.read(np.float32, (sequences, Hv, dv))[s] - answer) / np.linalg.norm(answer)
+                else:
+                    z = x[s, t, channels + 2 * Hv:].reshape(Hv, dv).astype(np.float64)
+                    record, expected = out.read(np.uint8, (sequences, record_bytes(Hv * dv)))[s], records_spec((answer * weight * z / (1 + np.exp(-z))).astype(np.float32).reshape(1, -1))[0]
+                    parts = [r[Hv * dv:Hv * dv * 5 // 4].copy().view(np.float32) for r in (record, expected)]
+                    assert np.abs(record[:Hv * dv].view(np.int8).astype(int) - expected[:Hv * dv].view(np.int8)).max() <= 1, 'a byte is off by more than one'
+                    np.testing.assert_allclose(parts[0][::2], parts[1][::2], rtol=1e-4)
+                    found, sums = squares.read(np.float32, (sequences, Hv * dv // 32))[s], (answer.astype(np.float64) ** 2).reshape(-1, 32).sum(1)
+                    error = np.linalg.norm(found - sums) / np.linalg.norm(sums)
+                worst = max(worst, error)
         after = buffers[4].read(np.float32, state.shape)
         for s in range(sequences): worst = max(worst, np.linalg.norm(after[slots[s]] - want[s][1]) / np.linalg.norm(want[s][1]))
         assert np.isnan(after[1]).all() and np.isnan(buffers[3].read(np.float32, ring.shape)[1]).all(), 'a slot that is nobody\'s was touched'
@@ -440,7 +453,7 @@ def check_attention(rng):
     assert worst < 5e-4, f'relative error {worst:.1e}'
     return f'{len(cases)} shapes of heads: relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #6dbaedb0
+# %% ../../nbs/cuda/90_check.ipynb #724bd0a7
 def check_runs(rng):
     "`conv_rows`, `delta_rows` against the specs, twice in a row from an empty state; `store_keys` and `attend` of rows of the same sequence against attention over all keys so far"
     Hk, Hv, dk, dv, taps, counts = (1, 2, 32, 32, 4, [[2, 1], [3]]) if SIMULATED else (16, 32, 128, 128, 4, [[7, 1, 2], [2, 9, 32]])
@@ -639,7 +652,7 @@ def noise_matrix(type_name, rows, columns, rng):
     return matrix
 
 # %% ../../nbs/cuda/90_check.ipynb #cadc7a09
-TUNE = dict(many=5, splits=0, ahead_delta=0, ahead_attend=0, ahead_router=0, ahead_up=True, ahead_down=.2)      # how a step is launched; `ahead_…`: the share of a later matrix that a kernel asks into the second cache; many: from so many rows on, the tensor cores
+TUNE = dict(many=5, splits=0, ahead_delta=0, ahead_attend=0, ahead_router=0, ahead_up=True, ahead_down=.1)      # how a step is launched; `ahead_…`: the share of a later matrix that a kernel asks into the second cache; many: from so many rows on, the tensor cores
 
 class Walk:
     "All memory of one step of `rows` sequences of a model of noise (prompt: of so many tokens of one sequence), and `launch(stream)`, which launches it. `tokens` and `positions` are device memory"
@@ -672,6 +685,7 @@ class Walk:
         self.embedding, self.head, self.norm = noise_matrix('Q4_K', VOCABULARY, H, rng), noise_matrix('Q6_K', VOCABULARY, H, rng), ones(H)
         widest = max(self.delta_rows, self.attention_rows, 2 * m['width'])
         self.h, self.x, self.mixed, self.record, self.logits = Buffer(4 * H * rows), Buffer(4 * widest * rows), Buffer(4 * max(self.values, heads * HEAD_DIM) * rows), Buffer(2 * widest * rows), Buffer(4 * VOCABULARY * rows)
+        self.squares = Buffer(4 * rows * self.values // 32)
         self.scores, self.ids, self.weights, self.middle = Buffer(4 * 512 * rows), Buffer(256 * rows), Buffer(256 * rows), Buffer(16 * record_bytes(m['width']) * rows)
         self.tops, self.sums, self.partial, self.found = Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits * HEAD_DIM), Buffer(2048 * rows)
         self.angles, self.table = Buffer.of(rope_table(context, ROPE_DIM, 1e7)), Buffer.of(rng.permutation(pages).astype(np.int32))
@@ -736,9 +750,10 @@ class Walk:
             conv_rows_kernel(self.channels, TAPS).launch(-(-self.channels // 256), 256, self.x.address, layer['conv'].address, layer['ring'].address, *where, self.mixed_in.address, self.delta_rows, stream=self.stream, dependent=True)
             delta_rows_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, True).launch(Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.mixed_in.address, self.x.address, *(layer[n].address for n in ('decay', 'dt', 'state')), *where, self.mixed.address, self.delta_rows, self.channels + self.values, self.channels + self.values + Hv, stream=self.stream, dependent=True)
         elif self.wanted('delta'):
-            delta_step_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, TAPS, True).launch(self.rows * Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.x.address, *(layer[n].address for n in ('conv', 'decay', 'dt', 'ring', 'state')), self.slots.address, self.positions.address,
-                self.mixed.address, *self.ahead('delta', layer['out']), self.delta_rows, self.channels + self.values, self.channels + self.values + Hv, stream=self.stream, dependent=True)
-        self.back(layer['out'], 'gated', weight=layer['norm_out'].address, gate=self.x.address + 4 * self.channels, gate_stride=self.delta_rows)
+            delta_step_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, TAPS, True, noted=not self.many).launch(self.rows * Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.x.address, *(layer[n].address for n in ('conv', 'decay', 'dt', 'ring', 'state')), self.slots.address, self.positions.address,
+                self.mixed.address, layer['norm_out'].address, self.squares.address, *self.ahead('delta', layer['out']), self.delta_rows, self.channels + self.values, self.channels + self.values + Hv, self.channels, stream=self.stream, dependent=True)
+        if not self.many: self.back(layer['out'], 'heads', gate=self.squares.address)
+        else: self.back(layer['out'], 'gated', weight=layer['norm_out'].address, gate=self.x.address + 4 * self.channels, gate_stride=self.delta_rows)
 
     def attend(self, layer):
         heads, kv = self.m['heads'], self.m['kv_heads']
@@ -755,18 +770,18 @@ class Walk:
         m, H, n, record, width = self.m, self.m['hidden'], self.rows, self.record.address, self.m['width']
         pairs = n * m['chosen']
         if self.wanted('router'):
-            group = max(g for g in (1, 2, 4, 8) if n % g == 0)
+            group = max(g for g in (1, 2, 4) if n % g == 0)
             router_kernel(m['shared'], H, width, m['experts'], m['chosen'], 0, group).launch(router_blocks(width, m['experts'], 0, n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, 0, 0, 0, stream=self.stream, dependent=True)
             jobs_kernel(m['experts'], m['chosen'], n).launch(1, 1024, self.scores.address, self.ids.address, self.weights.address, self.jobs.address, stream=self.stream, dependent=True)
         if self.wanted('up'):
             round_rows('norm', H, self.h.address, record, n, weight=layer['ffn_norm'].address, stream=self.stream)
             rows_product(layer['shared_up'], record, self.shared.address, n, stream=self.stream)
-            jobs_up_kernel(m['up'], H, width, m['chosen']).launch(pairs * width // 16, 128, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=self.stream, dependent=True)
+            jobs_up_kernel(m['up'], H, width, m['chosen'], **self.tune.get('jobs_up', {})).launch(pairs * width // 16, 128, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=self.stream, dependent=True)
         if self.wanted('down'):
             round_rows('swiglu', width, self.shared.address, record, n, stream=self.stream)
             rows_product(layer['shared_down'], record, self.others.address, n, stream=self.stream)
             round_rows('quantize', width, self.middles.address, self.records_down.address, pairs, stream=self.stream)
-            jobs_down_kernel(m['down'], H, width).launch(pairs * H // 32, 128, *layer['down'].addresses, self.records_down.address, self.jobs.address, self.parts.address, stream=self.stream, dependent=True)
+            jobs_down_kernel(m['down'], H, width, **self.tune.get('jobs_down', {})).launch(pairs * H // 32, 128, *layer['down'].addresses, self.records_down.address, self.jobs.address, self.parts.address, stream=self.stream, dependent=True)
             add_parts_kernel(H, m['experts'], m['chosen'], 1).launch(n * -(-H // 256), 256, self.parts.address, self.others.address, self.weights.address, self.scores.address, self.h.address, stream=self.stream, dependent=True)
 
     def experts(self, layer):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['fat_stage', 'stage_vectors', 'norm_factor', 'prefetch_share', 'fat_kernel', 'fat_rule', 'fat_gemv']
 
-# %% ../../nbs/cuda/02_fused.ipynb #3af613b8
+# %% ../../nbs/cuda/02_fused.ipynb #284aad91
 import math
 from functools import lru_cache
 import numpy as np
@@ -14,13 +14,13 @@ from numba.cuda import types
 from ..errors import UnsupportedError
 from .graphs import Kernel
 from .linear import KINDS, STAGE_BYTES, copy_to_stage, lanes_for, quantize_four_staged, record_bytes, rounded_chunk, silu
-from .ptx import (add_f32, launch_dependents, load_f32, load_f32x4, prefetch_range, root_reciprocal, shared_address, shuffle_xor, store_f32, wait_for_previous, warp_sum)
+from .ptx import (add_f32, copies_begun, copy16_async, launch_dependents, load_f32, load_f32x2, load_f32x4, prefetch_range, root_reciprocal, shared_address, shuffle_xor, store_f32, store_f32x2_staged, wait_for_copies, wait_for_previous, warp_sum)
 
-# %% ../../nbs/cuda/02_fused.ipynb #d7757e68
+# %% ../../nbs/cuda/02_fused.ipynb #9228b23d
 @lru_cache(None)
 def fat_stage(stage, columns, tokens, eps, threads):
     """Device functions (before, fill) for a block of `threads`; `before(weight, w)` loads into w (`stage_vectors` × 4 floats), `fill(spot, partial, x, gate, gate_stride, w)` leaves `tokens` records at `spot` in shared memory and, for 'norm', each warp's sum of squares in partial[token, warp].
-    'norm': x · weight without the norm's factor; 'gated': heads of 128, RMSNorm(x) · weight · silu(gate); 'quantize': as it is; 'copy': x are records already. A barrier must follow"""
+    'norm': x · weight without the norm's factor; 'gated': heads of 128, RMSNorm(x) · weight · silu(gate); 'quantize': as it is; 'copy': x are records already; 'heads': so too, but their scales want the factor of a norm over heads of 128, whose sums of squares of each run of 32 are at `gate`. A barrier must follow"""
     every, stride = -(-columns // (4 * threads)), record_bytes(columns)
     together = max(1, min(tokens, 8 // every))               # tokens whose loads go out at once
     held = (together * every, 4)
@@ -83,7 +83,22 @@ def fat_stage(stage, columns, tokens, eps, threads):
                     at, column = t * every + i, np.int64(4 * (i * threads + cuda.threadIdx.x))
                     scale = root_reciprocal(warp_sum(v[at, 0] * v[at, 0] + v[at, 1] * v[at, 1] + v[at, 2] * v[at, 2] + v[at, 3] * v[at, 3], 32) * np.float32(1 / 128) + np.float32(eps))
                     quantize_four_staged(spot + min(first + t, tokens - 1) * stride, columns, column, v[at, 0] * scale * w[0, 0] * silu(z[at, 0]), v[at, 1] * scale * w[0, 1] * silu(z[at, 1]), v[at, 2] * scale * w[0, 2] * silu(z[at, 2]), v[at, 3] * scale * w[0, 3] * silu(z[at, 3]))
-    fill, before = dict(copy=(copy, no_weight), quantize=(quantize, no_weight), norm=(norm, norm_weight), gated=(gated, head_weight))[stage]
+    @cuda.jit(device=True)
+    def heads(spot, partial, x, gate, gate_stride, w):
+        runs, at = columns // 32, np.int64(16 * cuda.threadIdx.x)
+        for t in range(tokens):
+            here = at
+            while here < columns:
+                copy16_async(spot + t * stride + here, x + t * stride + here)
+                here += 16 * threads
+        copies_begun()
+        for i in range(cuda.threadIdx.x, runs * tokens, threads):
+            t, run = i // runs, i % runs
+            pair, four = load_f32x2(x + t * stride + columns + 8 * run), load_f32x4(gate + 4 * (t * runs + (run & -4)))
+            factor = root_reciprocal((four[0] + four[1] + four[2] + four[3]) * np.float32(1 / 128) + np.float32(eps))
+            store_f32x2_staged(spot + t * stride + columns + 8 * run, pair[0] * factor, pair[1] * factor)
+        wait_for_copies()
+    fill, before = dict(heads=(heads, no_weight), copy=(copy, no_weight), quantize=(quantize, no_weight), norm=(norm, norm_weight), gated=(gated, head_weight))[stage]
     return before, fill
 
 def stage_vectors(stage, columns, threads): return -(-columns // (4 * threads)) if stage == 'norm' else 1
@@ -105,7 +120,7 @@ def prefetch_share(address, nbytes):
         at = share * cuda.blockIdx.x
         if at < nbytes: prefetch_range(address + at, np.uint32(min(share, nbytes - at)))
 
-# %% ../../nbs/cuda/02_fused.ipynb #fc9982e6
+# %% ../../nbs/cuda/02_fused.ipynb #64bbcda8
 @lru_cache(None)
 def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=False, eps=1e-6, block=512, buffers=1, resident=1):
     """y[t, row] (+)= W[row] · stage(x[t]), for kinds that are multiplied as integers. Arguments: the four planes, x, weight, gate, y (tokens, y_stride) float32, a range (address, bytes) to ask into the second cache meanwhile, y_stride, gate_stride (floats from one token's gate to the next), rows of W.
@@ -177,7 +192,7 @@ def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=
                     elif row + r >= own: add_f32(at, value)                          # the last group may repeat rows of the one before; what is added must be added once
     return Kernel(fat, *[types.int64] * 10, *[types.int32] * 3, name=f'fat_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}_b{block}x{resident}_{buffers}_{eps}', bounds=(block, resident))
 
-# %% ../../nbs/cuda/02_fused.ipynb #c4ad6e05
+# %% ../../nbs/cuda/02_fused.ipynb #8d4f21b9
 def fat_rule(kind, rows, columns, tokens=1):
     "How `fat_gemv` launches, from what was measured: rows for each warp at once, units of each, threads of a block, blocks, how many of them a multiprocessor holds, buffers"
     steps = columns // kind.unit // lanes_for(kind, columns)

@@ -13,19 +13,20 @@ from numba import cuda
 from numba.cuda import types
 from .fused import prefetch_share
 from .graphs import Kernel
-from .linear import silu
-from .ptx import launch_dependents, load_f32, load_u32, store_f32, wait_for_previous, warp_sum
+from .linear import quantize_four, record_bytes, silu
+from .ptx import launch_dependents, load_f32, load_u32, shuffle_from, store_f32, wait_for_previous, warp_sum
 
 # %% ../../nbs/cuda/04_gated_deltanet.ipynb #a5fe9733
 COLUMNS = 32        # of a head's state in one block
 
 @lru_cache(None)
-def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, eps=1e-6):
+def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, eps=1e-6, noted=False):
     """One token of each sequence. Arguments: x (sequences, x_stride) float32, rows [q | k | v | … ], where a and b begin in a row (floats), conv weights (taps, channels), decay (Hv), dt (Hv),
-    ring (slots, taps, channels), state (slots, Hv, key_dim, value_dim), slot of each sequence (int32), position of each sequence (int32), out (sequences, Hv · value_dim), a range (address, bytes) to ask into the second cache; x_stride, place of a, place of b.
+    ring (slots, taps, channels), state (slots, Hv, key_dim, value_dim), slot of each sequence (int32), position of each sequence (int32), out (sequences, Hv · value_dim), norm weight (value_dim), squares (sequences, Hv · value_dim / 32), a range (address, bytes) to ask into the second cache; x_stride, place of a, of b, of z.
+    noted: `out` becomes records of answer · weight · silu(z), and `squares` the sum of the answer's squares in each run of 32, from which the stage 'heads' of the next matrix makes the norm's factor (else neither is looked at).
     Launch with sequences · Hv · value_dim / COLUMNS blocks of 2 · key_dim threads. tiled: value head h uses key head h mod Hk, else h // (Hv / Hk)"""
     threads, channels, parts = 2 * key_dim, 2 * key_heads * key_dim + value_heads * value_dim, value_dim // COLUMNS
-    groups, shared_by, terms = threads // COLUMNS, value_heads // key_heads, 2 * taps
+    groups, shared_by, terms, runs, stride = threads // COLUMNS, value_heads // key_heads, 2 * taps, value_heads * value_dim // 32, record_bytes(value_heads * value_dim)
     warps, grid, depth, scale = threads // 32, (groups, COLUMNS), key_dim // groups, np.float32(key_dim ** -.5)
     assert value_dim % COLUMNS == 0 and key_dim % groups == 0 and key_dim % 32 == 0
 
@@ -43,7 +44,7 @@ def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, e
             if position + i >= taps - 1: total += v[taps + i] * v[i]
         return silu(total)
 
-    def delta_step(x, weights, decay, dt, ring, state, slots, positions, out, ahead, ahead_bytes, x_stride, place_a, place_b):
+    def delta_step(x, weights, decay, dt, ring, state, slots, positions, out, weight, squares_at, ahead, ahead_bytes, x_stride, place_a, place_b, place_z):
         launch_dependents()
         thread, block = np.int64(cuda.threadIdx.x), np.int64(cuda.blockIdx.x)
         sequence, head, part = block // (value_heads * parts), block // parts % value_heads, block % parts
@@ -66,8 +67,11 @@ def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, e
         bias, slope = load_f32(dt + 4 * head), load_f32(decay + 4 * head)
         if position == 0:                                                            # a new sequence, whatever the slot holds
             for i in range(depth): S[i] = np.float32(0)
+        factor, z = np.float32(1), np.float32(0)
+        if noted: factor = load_f32(weight + 4 * column)
         prefetch_share(ahead, ahead_bytes)
         wait_for_previous()
+        if noted: z = load_f32(row + 4 * (place_z + head * value_dim + column))
         raw, raw_v, a, b = load_f32(row + 4 * channel), load_f32(row + 4 * channel_v), load_f32(row + 4 * (place_a + head)) + bias, load_f32(row + 4 * (place_b + head))
         value = convolved(raw, taken, position)
         squares = warp_sum(value * value, 32)
@@ -102,5 +106,14 @@ def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, e
         if thread < COLUMNS:
             answer = np.float32(0)
             for i in range(groups): answer += sums[i, thread]
-            store_f32(out + 4 * ((sequence * value_heads + head) * value_dim + column), answer)
-    return Kernel(delta_step, *[types.int64] * 11, *[types.int32] * 3, name=f'delta_step_{key_heads}_{value_heads}_{key_dim}_{value_dim}_{taps}_{int(tiled)}_{eps}')
+            if noted: note(answer, factor * silu(z), out + sequence * stride, squares_at, sequence, (head * value_dim + column) // 32, thread)
+            else: store_f32(out + 4 * ((sequence * value_heads + head) * value_dim + column), answer)
+
+    @cuda.jit(device=True)
+    def note(answer, factor, record, squares_at, sequence, run, lane):
+        "A warp rounds its run of 32; the scale is that of a norm whose factor is 1"
+        total, value, first = warp_sum(answer * answer, 32), answer * factor, 4 * (lane & 7)
+        if lane == 0: store_f32(squares_at + 4 * (sequence * runs + run), total)
+        a, b, c, d = shuffle_from(value, np.uint32(first)), shuffle_from(value, np.uint32(first + 1)), shuffle_from(value, np.uint32(first + 2)), shuffle_from(value, np.uint32(first + 3))
+        quantize_four(record, 32 * runs, 32 * run + first if lane < 8 else np.int64(32 * runs), a, b, c, d)
+    return Kernel(delta_step, *[types.int64] * 13, *[types.int32] * 4, name=f'delta_step_{key_heads}_{value_heads}_{key_dim}_{value_dim}_{taps}_{int(tiled)}{int(noted)}_{eps}', bounds=(threads, 3))

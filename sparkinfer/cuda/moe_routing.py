@@ -141,7 +141,7 @@ def router_kernel(shared_name, hidden, width, experts, chosen, shared, tokens=1,
         squares = cuda.shared.array(sums, np.float32)
         numbers = cuda.shared.array(board, np.float32)
         prefetch_share(ahead, ahead_bytes)
-        if block >= lines:
+        if shared > 0 and block >= lines:
             raw, w = cuda.local.array(raw_shape, np.uint32), cuda.local.array(held, np.float32)
             column = 32 * (block - lines)
             load(raw, low, high, scale, extra, (column + 2 * warp) * (hidden // 32), lane)
@@ -155,13 +155,13 @@ def router_kernel(shared_name, hidden, width, experts, chosen, shared, tokens=1,
             cuda.syncthreads()
             finish(numbers, middles + chosen * stride, (chosen + 1) * stride, column, lane, warp)
         else: score(matrix, weight, h, scores, block * ROUTER_ROWS, partial, lane, warp)
-    return Kernel(router, *[types.int64] * 11, name=f'router_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}_t{tokens}_{eps}', bounds=(THREADS, 2 if tokens == 1 else 1))
+    return Kernel(router, *[types.int64] * 11, name=f'router_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}_t{tokens}_{eps}', bounds=(THREADS, 2 if tokens == 1 or not shared else 1))
 
 def router_blocks(width, experts, shared, tokens, group):
     "Blocks of a launch for `tokens` rows, `group` of them in a block"
     return tokens // group * (-(-(experts + 1) // ROUTER_ROWS) + (width // 32 if shared else 0))
 
-# %% ../../nbs/cuda/05_moe_routing.ipynb #40e690c5
+# %% ../../nbs/cuda/05_moe_routing.ipynb #1cd2e38e
 @lru_cache(None)
 def experts_up_kernel(name, hidden, width, experts, chosen, normalise=True, eps=1e-6, down=None):
     """silu(gate · x) · (up · x) of the chosen experts, x = norm(h). Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), norm weight, h (tokens, hidden), scores (tokens, experts + 1), ids (tokens, chosen) int32, weights (tokens, chosen),

@@ -82,6 +82,7 @@ def _pretended_device(capability):
 def kernel_ptx(function, signature, capability=(9, 0)):
     "The PTX of a kernel, whose entry is called `kernel`. signature: a Numba signature, `void(int64, …)`; capability: (major, minor)"
     with _pretended_device(capability): code, _ = cuda.compile(function, signature, device=False, abi='numba', cc=capability)
+    code = re.sub(r'\.shared \.align \d+', '.shared .align 16', code)               # Numba aligns an array to its elements; vector loads and asynchronous copies want 16 bytes
     return code.replace(re.search(r'\.entry\s+([\w$]+)\s*\(', code)[1], 'kernel')
 
 @cache

@@ -7,7 +7,7 @@ __all__ = ['UNITS', 'LOW_STRIDE', 'MAGIC', 'MAGIC_FLOAT', 'JOB_WORDS', 'tiled_re
            'weight_stage', 'tile_product', 'block_product', 'rows_kernel', 'rows_product', 'jobs_spec', 'jobs_kernel',
            'jobs_up_kernel', 'jobs_down_kernel', 'add_parts_kernel', 'conv_rows_kernel', 'delta_rows_kernel']
 
-# %% ../../nbs/cuda/08_rows.ipynb #61d03693
+# %% ../../nbs/cuda/08_rows.ipynb #55ec0a8b
 import math
 from functools import lru_cache
 import numpy as np
@@ -20,7 +20,7 @@ from .moe_routing import chooser, ordered, unordered
 from .ptx import (add_f32, as_float, as_word, bits_and, bits_or, copies_begun, copy16_async, copy8_async, e4m3_to_halves, exp2, half_to_float, halves_to_floats, launch_dependents, load16, load16_staged, load2_once, load8_staged, load_f32,
                                  load_matrices, load_u32, load_u32_staged, mma_int8, mma_int8_half, reciprocal, shared_address, shift_left, shift_right, shuffle_up, store_f32, store_u32, store_u32_staged, wait_for_all_but_one, wait_for_copies, wait_for_previous, warp_barrier, warp_max_word, warp_sum)
 
-# %% ../../nbs/cuda/08_rows.ipynb #11d10fa5
+# %% ../../nbs/cuda/08_rows.ipynb #e2467b00
 def tiled_records_spec(x):
     "x: (tokens, columns) float32, columns a multiple of 64 → (tokens, record_bytes(columns)) uint8"
     q, scale, total = quantize_spec(x)
@@ -47,7 +47,7 @@ def round_rows(stage, columns, x, records, rows, x_stride=None, weight=0, gate=0
     "Addresses of x (rows, x_stride) float32 and of the records to write"
     round_rows_kernel(stage, columns, eps).launch(rows * -(-columns // 1024), 256, x, weight, gate, records, x_stride or columns * (2 if stage == 'swiglu' else 1), gate_stride, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/08_rows.ipynb #c1ac30cb
+# %% ../../nbs/cuda/08_rows.ipynb #9da6ec92
 UNITS = 4               # of each row in a stage
 LOW_STRIDE = 80         # bytes from a row to the next in shared memory
 MAGIC, MAGIC_FLOAT = 0x4b400000, 12582912.      # an integer added to the bits of 1.5 · 2²³ is the float of their sum
@@ -101,7 +101,7 @@ def weight_stage(name, columns, tiles):
                 for i in range(4): held[4 * u + i] = four[i]
     return nbytes, begin, words_of, (high_at, scale_at, high_stride)
 
-# %% ../../nbs/cuda/08_rows.ipynb #849a4488
+# %% ../../nbs/cuda/08_rows.ipynb #74d4e212
 @lru_cache(None)
 def tile_product(name, columns, tiles, groups):
     "A device function: adds a stage to acc[((tile · groups + group) · 4 + …]. b: addresses of the records of row g of each group of 8; s: of rows 2t and 2t+1"
@@ -202,7 +202,7 @@ def tile_product(name, columns, tiles, groups):
     groups_by_four = (groups, 4)
     return nbytes, begin, multiply
 
-# %% ../../nbs/cuda/08_rows.ipynb #da1c7c8a
+# %% ../../nbs/cuda/08_rows.ipynb #524f132f
 @lru_cache(None)
 def block_product(name, columns, tiles, groups, warps):
     "Device functions (start, walk, total) of a block and the words of shared memory that it needs"
@@ -244,7 +244,7 @@ def block_product(name, columns, tiles, groups, warps):
         return value
     return start, walk, total, words
 
-# %% ../../nbs/cuda/08_rows.ipynb #88becf83
+# %% ../../nbs/cuda/08_rows.ipynb #7655cf7b
 @lru_cache(None)
 def rows_kernel(name, columns, groups, tiles=2, warps=4, add=False, resident=4):
     """y[t, row] (+)= W[row] · x[t] for up to 8 · `groups` rows of activations. Arguments: the four planes, tiled records, y (rows, y_stride) float32; y_stride, rows of W, rows of activations.
@@ -282,7 +282,7 @@ def rows_product(matrix, records, y, rows, y_stride=None, add=False, tiles=None,
         n = min(32, rows - start)
         rows_kernel(matrix.kind.name, matrix.columns, -(-n // 8), tiles, warps, add, resident or (2 if n > 16 or warps == 8 else 4)).launch(-(-matrix.rows // (16 * tiles)), 32 * warps, *matrix.addresses, records + start * record_bytes(matrix.columns), y + 4 * start * (y_stride or matrix.rows), y_stride or matrix.rows, matrix.rows, n, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/08_rows.ipynb #708598a9
+# %% ../../nbs/cuda/08_rows.ipynb #8a566e32
 JOB_WORDS = 16              # int32: expert (−1: no job), number of pairs, 6 unused, 8 pairs
 
 def jobs_spec(ids, experts):
@@ -299,15 +299,18 @@ def jobs_spec(ids, experts):
 def jobs_kernel(experts, chosen, tokens, normalise=True):
     "Arguments: scores (tokens, experts + 1), ids (tokens, chosen) int32, weights (tokens, chosen), jobs (tokens · chosen, 16) int32. One block of 1024 threads, a warp for each of up to 32 tokens"
     read, best_left = chooser(experts)
-    per, pairs, lists = experts // 32, tokens * chosen, -(-experts // 32)
+    per, pairs, lists, padded = experts // 32, tokens * chosen, -(-experts // 32), -(-tokens * chosen // 4) * 4
     assert tokens <= 32 and experts <= 1024 and experts % 32 == 0
 
     def jobs_of(scores, ids, weights, jobs):
         launch_dependents()
         lane, warp, thread = np.int64(cuda.threadIdx.x & 31), np.int64(cuda.threadIdx.x >> 5), np.int64(cuda.threadIdx.x)
         keys = cuda.local.array(per, np.uint32)
-        asked = cuda.shared.array(pairs, np.int32)
+        asked = cuda.shared.array(padded, np.int32)
         sums = cuda.shared.array(32, np.int32)
+        counts = cuda.shared.array(experts, np.int32)
+        places = cuda.shared.array(experts, np.int32)
+        spot = shared_address(asked)
         wait_for_previous()
         if warp < tokens:
             read(scores + 4 * warp * (experts + 1), keys, lane)
@@ -329,37 +332,48 @@ def jobs_kernel(experts, chosen, tokens, normalise=True):
                 store_f32(weights + 4 * (warp * chosen + lane), own / everything)
                 asked[warp * chosen + lane] = np.int32(own_id)
         cuda.syncthreads()
-        count, mine = 0, 0
-        if thread < experts:
-            for p in range(pairs): count += 1 if asked[p] == thread else 0
-            mine = (count + 7) // 8
-        before = np.int32(mine)                                                      # jobs of experts before this one: over the warp, then over the warps
+        rank, count, expert = np.int32(0), np.int32(0), np.int32(-1)
+        if thread < experts: counts[thread] = 0
+        if thread < pairs: expert = asked[thread]
+        elif thread < padded: asked[thread] = np.int32(-2)
+        cuda.syncthreads()
+        if thread < padded:
+            before_me = np.int32(thread)                                             # pairs up to the first of the next four, that come before this one
+            for p in range(padded // 4):                                             # how many ask for the same, and how many of them before this one
+                four = load16_staged(spot + 16 * p)
+                for i in range(4):
+                    same = np.int32(1) if np.int32(four[i]) == expert else np.int32(0)
+                    count = np.int32(count + same)
+                    rank = np.int32(rank + (same if before_me > i else np.int32(0)))
+                before_me = np.int32(before_me - 4)
+        cuda.syncthreads()
+        if thread < pairs and rank == 0: counts[expert] = count
+        cuda.syncthreads()
+        mine = np.int32((counts[thread] + 7) >> 3) if thread < experts else np.int32(0)
+        before = mine                                                                # jobs of experts before this one: over the warp, then over the warps
         for i in range(5):
             other = shuffle_up(before, np.uint32(1 << i))
             if lane >= 1 << i: before = np.int32(before + other)
         if lane == 31: sums[warp] = before
         cuda.syncthreads()
-        at = np.int64(before - mine)
+        at, whole = np.int32(before - mine), np.int32(0)
         for i in range(lists):
-            if i < warp: at += sums[i]
-        if thread < experts and count > 0:
-            found = 0
-            for p in range(pairs):
-                if asked[p] == thread:
-                    row = jobs + 4 * JOB_WORDS * (at + found // 8)
-                    if found % 8 == 0:
-                        store_u32(row, np.uint32(thread))
-                        store_u32(row + 4, np.uint32(min(count - found, 8)))
-                    store_u32(row + 32 + 4 * (found % 8), np.uint32(p))
-                    found += 1
-        whole = np.int64(0)
-        for i in range(lists): whole += sums[i]
-        for i in range(whole + thread, pairs, 1024): store_u32(jobs + 4 * JOB_WORDS * i, np.uint32(0xffffffff))
+            if i < warp: at = np.int32(at + sums[i])
+            whole = np.int32(whole + sums[i])
+        if thread < experts: places[thread] = at
+        cuda.syncthreads()
+        if thread < pairs:
+            row = jobs + 4 * JOB_WORDS * (np.int64(places[expert]) + (rank >> 3))
+            if rank & 7 == 0:
+                store_u32(row, np.uint32(expert))
+                store_u32(row + 4, np.uint32(min(np.int32(count - rank), np.int32(8))))
+            store_u32(row + 32 + 4 * np.int64(rank & 7), np.uint32(thread))
+        for i in range(np.int64(whole) + thread, pairs, 1024): store_u32(jobs + 4 * JOB_WORDS * i, np.uint32(0xffffffff))
     return Kernel(jobs_of, *[types.int64] * 4, name=f'jobs_{experts}_{chosen}_{tokens}_{int(normalise)}', bounds=(1024, 1))
 
-# %% ../../nbs/cuda/08_rows.ipynb #9840a737
+# %% ../../nbs/cuda/08_rows.ipynb #3955b2ec
 @lru_cache(None)
-def jobs_up_kernel(name, hidden, width, chosen, warps=4):
+def jobs_up_kernel(name, hidden, width, chosen, warps=4, resident=6):
     "silu(gate · x) · (up · x) for every pair. Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), tiled records (tokens), jobs, middles (pairs, width) float32. Launch with jobs · width / 16 blocks of 32 · warps threads; jobs: as many as there are pairs, those that are not used end at once"
     start, walk, total, words = block_product(name, hidden, 2, 1, warps)
     stride, blocks = record_bytes(hidden), width // 16
@@ -382,10 +396,10 @@ def jobs_up_kernel(name, hidden, width, chosen, warps=4):
                 column = 2 * (lane & 3) + (e & 1)
                 gate, up = total(spot, e, lane), total(spot, e + 4, lane)
                 if column < count: store_f32(middles + 4 * (np.int64(load_u32(job + 32 + 4 * column)) * width + 16 * block + (lane >> 2) + 8 * (e >> 1)), silu(gate) * up)
-    return Kernel(jobs_up, *[types.int64] * 7, name=f'jobs_up_{name}_{hidden}_{width}_{chosen}_w{warps}', bounds=(32 * warps, 4))
+    return Kernel(jobs_up, *[types.int64] * 7, name=f'jobs_up_{name}_{hidden}_{width}_{chosen}_w{warps}x{resident}', bounds=(32 * warps, resident))
 
 @lru_cache(None)
-def jobs_down_kernel(name, hidden, width, warps=4):
+def jobs_down_kernel(name, hidden, width, warps=4, resident=5):
     "Down of every pair. Arguments: four planes of the stack (each expert: `hidden` rows), tiled records (pairs), jobs, parts (pairs, hidden) float32. Launch with jobs · hidden / 32 blocks of 32 · warps threads"
     start, walk, total, words = block_product(name, width, 2, 1, warps)
     stride, blocks = record_bytes(width), hidden // 32
@@ -408,7 +422,7 @@ def jobs_down_kernel(name, hidden, width, warps=4):
                 e, column = i & 3, 2 * (lane & 3) + (i & 1)
                 value = total(spot, i, lane)
                 if column < count: store_f32(parts + 4 * (np.int64(load_u32(job + 32 + 4 * column)) * hidden + 32 * block + 16 * (i >> 2) + (lane >> 2) + 8 * (e >> 1)), value)
-    return Kernel(jobs_down, *[types.int64] * 7, name=f'jobs_down_{name}_{hidden}_{width}_w{warps}', bounds=(32 * warps, 4))
+    return Kernel(jobs_down, *[types.int64] * 7, name=f'jobs_down_{name}_{hidden}_{width}_w{warps}x{resident}', bounds=(32 * warps, resident))
 
 @lru_cache(None)
 def add_parts_kernel(hidden, experts, chosen, shared):
@@ -429,7 +443,7 @@ def add_parts_kernel(hidden, experts, chosen, shared):
         if column < hidden: store_f32(h + 4 * (token * hidden + column), total)
     return Kernel(add_parts, *[types.int64] * 5, name=f'add_parts_{hidden}_{experts}_{chosen}_{int(bool(shared))}')
 
-# %% ../../nbs/cuda/08_rows.ipynb #d127246a
+# %% ../../nbs/cuda/08_rows.ipynb #1cb03e67
 @lru_cache(None)
 def conv_rows_kernel(channels, taps):
     """The convolution and SiLU of runs of tokens. Arguments: x (rows, x_stride) float32, conv weights (taps, channels), ring (slots, taps, channels), slots, firsts, counts, positions (of the first token) of each run (int32), y (rows, channels); x_stride.
