@@ -218,7 +218,7 @@ def check_stages(rng):
         assert error < (3e-6 if type_name == 'F32' else 1e-3), f'{type_name} {rows} × {columns} {stage}: relative error {error:.1e}'
     return f'norm, gated, quantize, add: largest relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #c8cfd48a
+# %% ../../nbs/cuda/90_check.ipynb #a11777ba
 def check_fused(rng):
     "`fat_gemv` with every stage against the specs, poisoned answers, memory behind them untouched"
     worst = 0.
@@ -247,7 +247,7 @@ def check_fused(rng):
         assert error < 1e-3, f'{type_name} {rows} × {columns}, {tokens} tokens, {stage} {options}: relative error {error:.1e}'       # a value next to the middle of two integers may go to either
     return f'{len(cases)} cases: largest relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #29103d86
+# %% ../../nbs/cuda/90_check.ipynb #5f8200a4
 def check_rows(rng):
     "`round_rows` byte for byte, `rows_product` against the spec, poisoned answers, memory behind them untouched"
     worst, cases = 0., [('Q8_0', 21, 256, 5, {}), ('Q5_K', 7, 256, 9, dict(tiles=1))] if SIMULATED else \
@@ -316,7 +316,7 @@ def check_experts(rng):
     assert error_up < 1e-2 and error < 1e-5, f'relative errors {error_up:.1e}, {error:.1e}'
     return f'{tokens} tokens, {chosen} of {experts} experts and a shared one: relative errors {error_up:.1e} in the middle, {error:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #468aa559
+# %% ../../nbs/cuda/90_check.ipynb #2879655f
 def check_jobs(rng):
     "Scores to residual stream for many tokens: the jobs against `jobs_spec`, the sum against the decoded weights with activations rounded as the kernels round them"
     tokens, hidden, width, experts, chosen = (3, 256, 128, 32, 2) if SIMULATED else (27, 2048, 512, 256, 8)
@@ -334,9 +334,9 @@ def check_jobs(rng):
     got_ids, got_weights, jobs, middles, parts = (Buffer(4 * tokens * chosen * n, fill=0xff) for n in (1, 1, JOB_WORDS, width, hidden))
     round_rows('quantize', hidden, given[0].address, records.address, tokens, dependent=False)
     jobs_kernel(experts, chosen, tokens).launch(1, 1024, given[3].address, got_ids.address, got_weights.address, jobs.address)
-    jobs_up_kernel(up_type, hidden, width, chosen).launch(tokens * chosen * width // 16, 128, *W.addresses, records.address, jobs.address, middles.address, dependent=True)
+    jobs_up_kernel(up_type, hidden, width, chosen).launch(7 if SIMULATED else 132 * 6, 128, *W.addresses, records.address, jobs.address, middles.address, dependent=True)
     round_rows('quantize', width, middles.address, records_down.address, tokens * chosen)
-    jobs_down_kernel(down_type, hidden, width).launch(tokens * chosen * hidden // 32, 128, *D.addresses, records_down.address, jobs.address, parts.address, dependent=True)
+    jobs_down_kernel(down_type, hidden, width).launch(2 if SIMULATED else 132 * 5, 128, *D.addresses, records_down.address, jobs.address, parts.address, dependent=True)
     add_parts_kernel(hidden, experts, chosen, 1).launch(tokens * -(-hidden // 256), 256, parts.address, given[2].address, got_weights.address, given[3].address, given[1].address, dependent=True)
     np.testing.assert_array_equal(got_ids.read(np.int32, ids.shape), ids)
     np.testing.assert_allclose(got_weights.read(np.float32, ids.shape), weights, rtol=1e-5)
@@ -453,7 +453,7 @@ def check_attention(rng):
     assert worst < 5e-4, f'relative error {worst:.1e}'
     return f'{len(cases)} shapes of heads: relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #724bd0a7
+# %% ../../nbs/cuda/90_check.ipynb #e5476b99
 def check_runs(rng):
     "`conv_rows`, `delta_rows` against the specs, twice in a row from an empty state; `store_keys` and `attend` of rows of the same sequence against attention over all keys so far"
     Hk, Hv, dk, dv, taps, counts = (1, 2, 32, 32, 4, [[2, 1], [3]]) if SIMULATED else (16, 32, 128, 128, 4, [[7, 1, 2], [2, 9, 32]])
@@ -678,7 +678,7 @@ class Walk:
                 layer |= dict(kind='delta', into=noise_matrix(P, self.delta_rows, H, rng), out=noise_matrix(P, H, self.values, rng), conv=floats(TAPS, self.channels, scale=.5), decay=Buffer.of(-np.exp(rng.uniform(-4, 0, Hv)).astype(np.float32)), dt=floats(Hv),
                               norm_out=ones(DELTA_DIM), ring=Buffer(4 * rows * TAPS * self.channels, fill=0), state=Buffer(4 * rows * Hv * DELTA_DIM * DELTA_DIM, fill=0))
             if moe: layer |= dict(router=noise_matrix('F32', m['experts'] + 1, H, rng), up=noise_matrix(m['up'], m['experts'] * 2 * m['width'], H, rng), down=noise_matrix(m['down'], m['experts'] * H, m['width'], rng),
-                                  shared_up=noise_matrix(m['shared'], 2 * m['width'], H, rng), shared_down=noise_matrix(m['shared'], H, m['width'], rng))
+                                  shared_up=noise_matrix(m['shared'], 2 * m['width'], H, rng), shared_down=noise_matrix(m['shared'], H, m['width'], rng), scores=floats(rows, m['experts'] + 1))
             else: layer |= dict(up=noise_matrix(P, 2 * m['width'], H, rng), down=noise_matrix(m['down'] if i % 2 == 0 else 'Q6_K', H, m['width'], rng))
             self.layers.append(layer)
         for layer, following in zip(self.layers, self.layers[1:] + [None]): layer['next'] = following['into'] if following else None
@@ -689,6 +689,7 @@ class Walk:
         self.scores, self.ids, self.weights, self.middle = Buffer(4 * 512 * rows), Buffer(256 * rows), Buffer(256 * rows), Buffer(16 * record_bytes(m['width']) * rows)
         self.tops, self.sums, self.partial, self.found = Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits * HEAD_DIM), Buffer(2048 * rows)
         self.angles, self.table = Buffer.of(rope_table(context, ROPE_DIM, 1e7)), Buffer.of(rng.permutation(pages).astype(np.int32))
+        self.given = Buffer.of(rng.permutation(400)[:rows].astype(np.int32))             # noise soon says the same to everybody: several rows get tokens of their own, each step the same, and choose experts by scores of noise, not by those computed
         self.tokens, self.slots, self.log = Buffer.of(rng.integers(0, VOCABULARY, rows).astype(np.int32)), Buffer.of(np.arange(rows, dtype=np.int32) * (not prompt)), Buffer(4 * 1024 * rows, fill=0xff)
         self.positions, self.many = Buffer.of(np.zeros(rows, np.int32)), rows >= self.tune['many']
         if prompt: self.firsts, self.counts, self.mixed_in = Buffer.of(np.zeros(1, np.int32)), Buffer.of(np.array([rows], np.int32)), Buffer(4 * rows * self.channels)
@@ -700,8 +701,10 @@ class Walk:
         deltas, attentions = (sum(l['kind'] == kind for l in self.layers) for kind in ('delta', 'attention'))
         parts = dict(into=size('into'), delta=deltas * n * 8 * m['value_heads'] * DELTA_DIM ** 2, attend=attentions * n * (2 * position * m['kv_heads'] * (HEAD_DIM + 4) if self.kv == 'int8' else 4 * position * m['kv_heads'] * HEAD_DIM), combine=0, out=size('out'), head=self.head.nbytes, ends=0)
         if not m['experts']: return parts | dict(up=size('up'), down=size('down'))
-        share = 1 - (1 - m['chosen'] / m['experts']) ** n                            # of the experts, those that somebody asks, when all are equally likely
+        share = (self.asked() if n > 1 else m['chosen']) / m['experts']              # of the experts, those that somebody asked last
         return parts | dict(router=size('router') + size('shared_up'), up=size('up', share), down=size('down', share) + size('shared_down'))
+
+    def asked(self): return len(set(self.ids.read(np.int32, self.rows * self.m['chosen']).tolist()))
 
     def read_bytes(self, position): return sum(self.part_bytes(position).values())
 
@@ -709,7 +712,7 @@ class Walk:
         "skip: kinds of kernels to leave out; only: the kinds to launch, to see what they cost"
         self.stream, self.nodes, self.wanted = stream, 0, lambda kind: kind not in skip and (only is None or kind in only)
         m, H, n = self.m, self.m['hidden'], self.rows
-        if self.wanted('ends'): embed(self.embedding, self.tokens.address, self.h.address, n, stream=stream, dependent=False)
+        if self.wanted('ends'): embed(self.embedding, (self.tokens if n == 1 else self.given).address, self.h.address, n, stream=stream, dependent=False)
         for layer in self.layers:
             self.project('into', layer['into'], layer['norm'])
             (self.attend if layer['kind'] == 'attention' else self.delta)(layer)
@@ -772,16 +775,16 @@ class Walk:
         if self.wanted('router'):
             group = max(g for g in (1, 2, 4) if n % g == 0)
             router_kernel(m['shared'], H, width, m['experts'], m['chosen'], 0, group).launch(router_blocks(width, m['experts'], 0, n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, 0, 0, 0, stream=self.stream, dependent=True)
-            jobs_kernel(m['experts'], m['chosen'], n).launch(1, 1024, self.scores.address, self.ids.address, self.weights.address, self.jobs.address, stream=self.stream, dependent=True)
+            jobs_kernel(m['experts'], m['chosen'], n).launch(1, 1024, layer['scores'].address, self.ids.address, self.weights.address, self.jobs.address, stream=self.stream, dependent=True)
         if self.wanted('up'):
             round_rows('norm', H, self.h.address, record, n, weight=layer['ffn_norm'].address, stream=self.stream)
             rows_product(layer['shared_up'], record, self.shared.address, n, stream=self.stream)
-            jobs_up_kernel(m['up'], H, width, m['chosen'], **self.tune.get('jobs_up', {})).launch(pairs * width // 16, 128, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=self.stream, dependent=True)
+            jobs_up_kernel(m['up'], H, width, m['chosen'], **self.tune.get('jobs_up', {})).launch(min(pairs * width // 16, 132 * 6), 128, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=self.stream, dependent=True)
         if self.wanted('down'):
             round_rows('swiglu', width, self.shared.address, record, n, stream=self.stream)
             rows_product(layer['shared_down'], record, self.others.address, n, stream=self.stream)
             round_rows('quantize', width, self.middles.address, self.records_down.address, pairs, stream=self.stream)
-            jobs_down_kernel(m['down'], H, width, **self.tune.get('jobs_down', {})).launch(pairs * H // 32, 128, *layer['down'].addresses, self.records_down.address, self.jobs.address, self.parts.address, stream=self.stream, dependent=True)
+            jobs_down_kernel(m['down'], H, width, **self.tune.get('jobs_down', {})).launch(min(pairs * H // 128, 132 * 4), 128, *layer['down'].addresses, self.records_down.address, self.jobs.address, self.parts.address, stream=self.stream, dependent=True)
             add_parts_kernel(H, m['experts'], m['chosen'], 1).launch(n * -(-H // 256), 256, self.parts.address, self.others.address, self.weights.address, self.scores.address, self.h.address, stream=self.stream, dependent=True)
 
     def experts(self, layer):
@@ -790,7 +793,7 @@ class Walk:
         shape = H, m['width'], m['experts'], m['chosen']
         if self.wanted('router'): router_kernel(m['shared'], *shape, m['width'], group).launch(router_blocks(m['width'], m['experts'], m['width'], n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, self.middle.address, *self.ahead('router', layer['next']), stream=self.stream, dependent=True)
         down = layer['down'].addresses[:3] if self.tune['ahead_up'] else (0, 0, 0)
-        if self.wanted('up'): experts_up_kernel(m['up'], *shape, down=m['down']).launch(n * m['chosen'] * m['width'] // 32, 512, *layer['up'].addresses, layer['ffn_norm'].address, self.h.address, self.scores.address, self.ids.address, self.weights.address, self.middle.address, *down, stream=self.stream, dependent=True)
+        if self.wanted('up'): experts_up_kernel(m['up'], *shape, down=m['down']).launch(n * m['chosen'] * m['width'] // 32, 512, *layer['up'].addresses, layer['ffn_norm'].address, self.h.address, (self.scores if n == 1 else layer['scores']).address, self.ids.address, self.weights.address, self.middle.address, *down, stream=self.stream, dependent=True)
         if self.wanted('down'): experts_down_kernel(m['down'], m['shared'], *shape, m['width']).launch(n * H // 8, 256, *layer['down'].addresses, *layer['shared_down'].addresses, self.middle.address, self.ids.address, self.weights.address, self.scores.address, self.h.address, *self.ahead('down', layer['next']), stream=self.stream, dependent=True)
 
     def dense(self, layer):
@@ -843,7 +846,7 @@ def bench_step(model, rng, contexts=(128, 4096, 32768), ceiling=4.11e12, rounds=
     text = text_table(['model', 'keys', 'rows', 'context', 'ms a step', 'tok/s', 'GB read', 'GB/s', '% of reading'], lines)
     text += f'\neach kind of kernel alone, at {contexts[-1]}:\n' + text_table(['kernel', 'what', 'a step', 'µs', 'MB', '% of reading', 'ms together'], parts)
     text += f'\n200 steps: {len(set(log[0].tolist()))} different tokens, logits finite: {finite}, first {log[0, :8].tolist()}; prepared in {time.time() - start:.0f} s'
-    asked = len(set(walk.ids.read(np.int32, rows * walk.m['chosen']).tolist())) if walk.m['experts'] else 0
+    asked = walk.asked() if walk.m['experts'] else 0
     if asked: text += f'; experts asked in the last layer: {asked}'
     nodes = graph.stream.launched
     text += f'; {nodes} launches a step'

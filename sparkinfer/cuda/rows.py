@@ -7,7 +7,7 @@ __all__ = ['UNITS', 'LOW_STRIDE', 'MAGIC', 'MAGIC_FLOAT', 'JOB_WORDS', 'tiled_re
            'weight_stage', 'tile_product', 'block_product', 'rows_kernel', 'rows_product', 'jobs_spec', 'jobs_kernel',
            'jobs_up_kernel', 'jobs_down_kernel', 'add_parts_kernel', 'conv_rows_kernel', 'delta_rows_kernel']
 
-# %% ../../nbs/cuda/08_rows.ipynb #55ec0a8b
+# %% ../../nbs/cuda/08_rows.ipynb #600a0362
 import math
 from functools import lru_cache
 import numpy as np
@@ -18,9 +18,9 @@ from .graphs import Kernel
 from .linear import KINDS, _signed_sizes, quantize_spec, record_bytes, silu, stage_function
 from .moe_routing import chooser, ordered, unordered
 from .ptx import (add_f32, as_float, as_word, bits_and, bits_or, copies_begun, copy16_async, copy8_async, e4m3_to_halves, exp2, half_to_float, halves_to_floats, launch_dependents, load16, load16_staged, load2_once, load8_staged, load_f32,
-                                 load_matrices, load_u32, load_u32_staged, mma_int8, mma_int8_half, reciprocal, shared_address, shift_left, shift_right, shuffle_up, store_f32, store_u32, store_u32_staged, wait_for_all_but_one, wait_for_copies, wait_for_previous, warp_barrier, warp_max_word, warp_sum)
+                                 load_matrices, load_u32, load_u32_staged, mma_int8, mma_int8_half, reciprocal, shared_address, shift_left, shift_right, shuffle_from, shuffle_up, store_f32, store_u32, store_u32_staged, wait_for_all_but_one, wait_for_copies, wait_for_previous, warp_barrier, warp_max_word, warp_sum)
 
-# %% ../../nbs/cuda/08_rows.ipynb #e2467b00
+# %% ../../nbs/cuda/08_rows.ipynb #dd54afc7
 def tiled_records_spec(x):
     "x: (tokens, columns) float32, columns a multiple of 64 → (tokens, record_bytes(columns)) uint8"
     q, scale, total = quantize_spec(x)
@@ -47,7 +47,7 @@ def round_rows(stage, columns, x, records, rows, x_stride=None, weight=0, gate=0
     "Addresses of x (rows, x_stride) float32 and of the records to write"
     round_rows_kernel(stage, columns, eps).launch(rows * -(-columns // 1024), 256, x, weight, gate, records, x_stride or columns * (2 if stage == 'swiglu' else 1), gate_stride, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/08_rows.ipynb #9da6ec92
+# %% ../../nbs/cuda/08_rows.ipynb #8d9e51c7
 UNITS = 4               # of each row in a stage
 LOW_STRIDE = 80         # bytes from a row to the next in shared memory
 MAGIC, MAGIC_FLOAT = 0x4b400000, 12582912.      # an integer added to the bits of 1.5 · 2²³ is the float of their sum
@@ -101,7 +101,7 @@ def weight_stage(name, columns, tiles):
                 for i in range(4): held[4 * u + i] = four[i]
     return nbytes, begin, words_of, (high_at, scale_at, high_stride)
 
-# %% ../../nbs/cuda/08_rows.ipynb #74d4e212
+# %% ../../nbs/cuda/08_rows.ipynb #c669637d
 @lru_cache(None)
 def tile_product(name, columns, tiles, groups):
     "A device function: adds a stage to acc[((tile · groups + group) · 4 + …]. b: addresses of the records of row g of each group of 8; s: of rows 2t and 2t+1"
@@ -169,7 +169,9 @@ def tile_product(name, columns, tiles, groups):
     @cuda.jit(device=True)
     def multiply(place, unit, first, offset, last, extra, b, s, acc, lane):
         held, a, w = cuda.local.array(words_shape, np.uint32), cuda.local.array(4, np.uint32), cuda.local.array(scale_shape, np.float32)
+        mine = cuda.local.array((2, 3), np.float32)
         x, runs, magic = cuda.local.array(groups_by_four, np.uint32), cuda.local.array(runs_shape, np.uint32), np.int32(MAGIC)
+        for tile in range(tiles): scales_of(place, tile, lane & 3, unit, first, offset, last, extra, w, lane)       # of one unit each; the four lanes of a row share them
         for pair in range(2):
             for n in range(groups):
                 four = load16(b[n] + 32 * (unit + 2 * pair) + 16 * (lane & 3))
@@ -182,33 +184,37 @@ def tile_product(name, columns, tiles, groups):
                 u = 2 * pair + h
                 for tile in range(tiles):
                     operand(place, tile, u, held[tile], 4 * h, a, lane)
-                    scales_of(place, tile, u, unit, first, offset, last, extra, w, lane)
+                    source = np.uint32((lane & 28) + u)
+                    for i in range(2):
+                        mine[i, 0] = shuffle_from(w[tile, i, 0], source)
+                        if halves: mine[i, 1] = shuffle_from(w[tile, i, 1], source)
+                        if minimum: mine[i, 2] = shuffle_from(w[tile, i, 2], source)
                     for n in range(groups):
                         x0, x1, at = as_float(runs[n, 0, 2 * h]), as_float(runs[n, 1, 2 * h]), 4 * (tile * groups + n)
                         if halves:
                             c = mma_int8_half(a[0], a[1], x[n, 2 * h], magic, magic, magic, magic)
-                            add_scaled(acc, at, c, w[tile, 0, 0], w[tile, 1, 0], x0, x1)
+                            add_scaled(acc, at, c, mine[0, 0], mine[1, 0], x0, x1)
                             c = mma_int8_half(a[2], a[3], x[n, 2 * h + 1], magic, magic, magic, magic)
-                            add_scaled(acc, at, c, w[tile, 0, 1], w[tile, 1, 1], x0, x1)
+                            add_scaled(acc, at, c, mine[0, 1], mine[1, 1], x0, x1)
                         else:
                             c = mma_int8(a[0], a[1], a[2], a[3], x[n, 2 * h], x[n, 2 * h + 1], magic, magic, magic, magic)
-                            add_scaled(acc, at, c, w[tile, 0, 0], w[tile, 1, 0], x0, x1)
+                            add_scaled(acc, at, c, mine[0, 0], mine[1, 0], x0, x1)
                         if minimum:
                             t0, t1 = as_float(runs[n, 0, 2 * h + 1]), as_float(runs[n, 1, 2 * h + 1])
-                            acc[at] -= w[tile, 0, 2] * t0
-                            acc[at + 1] -= w[tile, 0, 2] * t1
-                            acc[at + 2] -= w[tile, 1, 2] * t0
-                            acc[at + 3] -= w[tile, 1, 2] * t1
+                            acc[at] -= mine[0, 2] * t0
+                            acc[at + 1] -= mine[0, 2] * t1
+                            acc[at + 2] -= mine[1, 2] * t0
+                            acc[at + 3] -= mine[1, 2] * t1
     groups_by_four = (groups, 4)
     return nbytes, begin, multiply
 
-# %% ../../nbs/cuda/08_rows.ipynb #524f132f
+# %% ../../nbs/cuda/08_rows.ipynb #abc7dcb1
 @lru_cache(None)
 def block_product(name, columns, tiles, groups, warps):
     "Device functions (start, walk, total) of a block and the words of shared memory that it needs"
     nbytes, begin, multiply = tile_product(name, columns, tiles, groups)
     stages, answers, own = columns // 32 // UNITS, 4 * tiles * groups, 2 * nbytes
-    words = max(warps * own, warps * answers * 128) // 4
+    words = (max(own, answers * 128) * warps if warps > 1 else own) // 4
     assert 4 * words <= 49152
 
     @cuda.jit(device=True)
@@ -232,6 +238,10 @@ def block_product(name, columns, tiles, groups, warps):
             else: copies_begun()
             stage, place = stage + warps, nbytes - place
         wait_for_copies()
+        if warps > 1: share(spot, acc, warp, lane)
+
+    @cuda.jit(device=True)
+    def share(spot, acc, warp, lane):
         cuda.syncthreads()
         for i in range(answers): store_u32_staged(spot + 4 * ((warp * answers + i) * 32 + lane), as_word(acc[i]))
         cuda.syncthreads()
@@ -244,7 +254,7 @@ def block_product(name, columns, tiles, groups, warps):
         return value
     return start, walk, total, words
 
-# %% ../../nbs/cuda/08_rows.ipynb #7655cf7b
+# %% ../../nbs/cuda/08_rows.ipynb #44bad403
 @lru_cache(None)
 def rows_kernel(name, columns, groups, tiles=2, warps=4, add=False, resident=4):
     """y[t, row] (+)= W[row] · x[t] for up to 8 · `groups` rows of activations. Arguments: the four planes, tiled records, y (rows, y_stride) float32; y_stride, rows of W, rows of activations.
@@ -276,14 +286,14 @@ def rows_kernel(name, columns, groups, tiles=2, warps=4, add=False, resident=4):
 def rows_product(matrix, records, y, rows, y_stride=None, add=False, tiles=None, warps=None, resident=None, stream=None, dependent=True):
     "y (rows, y_stride) float32 (+)= W · x for tiled records of up to 32 rows; more go in turns, which read W again"
     if not matrix.kind.rounded or matrix.columns % 128: raise UnsupportedError(f'{matrix.columns} columns of type {matrix.kind.name} cannot be multiplied by many rows on the GPU yet')
-    tiles, warps = tiles or (2 if matrix.rows > 4096 else 1), warps or (4 if matrix.rows > 4096 else 8)        # few rows: more warps along each
-    if matrix.columns // 128 < warps: warps = 4
+    tiles = tiles or (2 if matrix.rows > 8192 else 1)
+    warps = warps or (8 if tiles == 1 and matrix.rows <= 8192 and matrix.columns >= 1024 else 4)                # few rows: more warps along each
     for start in range(0, rows, 32):
         n = min(32, rows - start)
-        rows_kernel(matrix.kind.name, matrix.columns, -(-n // 8), tiles, warps, add, resident or (2 if n > 16 or warps == 8 else 4)).launch(-(-matrix.rows // (16 * tiles)), 32 * warps, *matrix.addresses, records + start * record_bytes(matrix.columns), y + 4 * start * (y_stride or matrix.rows), y_stride or matrix.rows, matrix.rows, n, stream=stream, dependent=dependent)
+        rows_kernel(matrix.kind.name, matrix.columns, -(-n // 8), tiles, warps, add, resident or (8 // warps if n > 16 else 16 // warps)).launch(-(-matrix.rows // (16 * tiles)), 32 * warps, *matrix.addresses, records + start * record_bytes(matrix.columns), y + 4 * start * (y_stride or matrix.rows), y_stride or matrix.rows, matrix.rows, n, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/08_rows.ipynb #8a566e32
-JOB_WORDS = 16              # int32: expert (−1: no job), number of pairs, 6 unused, 8 pairs
+# %% ../../nbs/cuda/08_rows.ipynb #c2491e07
+JOB_WORDS = 16              # int32: expert (−1: no job), number of pairs, in the first row the number of jobs, 5 unused, 8 pairs
 
 def jobs_spec(ids, experts):
     "ids: (tokens, chosen) → (jobs, 16) int32, as the kernel leaves them, and −1 in `expert` behind the last"
@@ -361,6 +371,7 @@ def jobs_kernel(experts, chosen, tokens, normalise=True):
             if i < warp: at = np.int32(at + sums[i])
             whole = np.int32(whole + sums[i])
         if thread < experts: places[thread] = at
+        if thread == 0: store_u32(jobs + 8, np.uint32(whole))
         cuda.syncthreads()
         if thread < pairs:
             row = jobs + 4 * JOB_WORDS * (np.int64(places[expert]) + (rank >> 3))
@@ -371,22 +382,23 @@ def jobs_kernel(experts, chosen, tokens, normalise=True):
         for i in range(np.int64(whole) + thread, pairs, 1024): store_u32(jobs + 4 * JOB_WORDS * i, np.uint32(0xffffffff))
     return Kernel(jobs_of, *[types.int64] * 4, name=f'jobs_{experts}_{chosen}_{tokens}_{int(normalise)}', bounds=(1024, 1))
 
-# %% ../../nbs/cuda/08_rows.ipynb #3955b2ec
+# %% ../../nbs/cuda/08_rows.ipynb #528c2c2e
 @lru_cache(None)
 def jobs_up_kernel(name, hidden, width, chosen, warps=4, resident=6):
-    "silu(gate · x) · (up · x) for every pair. Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), tiled records (tokens), jobs, middles (pairs, width) float32. Launch with jobs · width / 16 blocks of 32 · warps threads; jobs: as many as there are pairs, those that are not used end at once"
+    "silu(gate · x) · (up · x) for every pair. Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), tiled records (tokens), jobs, middles (pairs, width) float32. Launch with as many blocks of 32 · warps threads as fit, at most pairs · width / 16: they take turns at what there is to do"
     start, walk, total, words = block_product(name, hidden, 2, 1, warps)
     stride, blocks = record_bytes(hidden), width // 16
 
     def jobs_up(low, high, scale, extra, records, jobs, middles):
         launch_dependents()
-        lane, warp, block = np.int64(cuda.threadIdx.x & 31), np.int64(cuda.threadIdx.x >> 5), np.int64(cuda.blockIdx.x) % blocks
-        job = jobs + 4 * JOB_WORDS * (np.int64(cuda.blockIdx.x) // blocks)
+        lane, warp = np.int64(cuda.threadIdx.x & 31), np.int64(cuda.threadIdx.x >> 5)
         acc, b, s = cuda.local.array(8, np.float32), cuda.local.array(1, np.int64), cuda.local.array((1, 2), np.int64)
         spot = shared_address(cuda.shared.array(words, np.uint32))
         wait_for_previous()
-        expert, count = np.int64(np.int32(load_u32(job))), np.int64(load_u32(job + 4))
-        if expert >= 0:
+        work, whole = np.int64(cuda.blockIdx.x), np.int64(load_u32(jobs + 8)) * blocks
+        while work < whole:
+            job, block = jobs + 4 * JOB_WORDS * (work // blocks), work % blocks
+            expert, count = np.int64(load_u32(job)), np.int64(load_u32(job + 4))
             first, last = expert * 2 * width + 16 * block, expert * 2 * width + 2 * width - 1
             start(spot, low, high, scale, extra, first, np.int64(width), last, warp, lane)
             b[0] = records + stride * (np.int64(load_u32(job + 32 + 4 * min(lane >> 2, count - 1))) // chosen)
@@ -396,32 +408,37 @@ def jobs_up_kernel(name, hidden, width, chosen, warps=4, resident=6):
                 column = 2 * (lane & 3) + (e & 1)
                 gate, up = total(spot, e, lane), total(spot, e + 4, lane)
                 if column < count: store_f32(middles + 4 * (np.int64(load_u32(job + 32 + 4 * column)) * width + 16 * block + (lane >> 2) + 8 * (e >> 1)), silu(gate) * up)
+            work += cuda.gridDim.x
+            cuda.syncthreads()
     return Kernel(jobs_up, *[types.int64] * 7, name=f'jobs_up_{name}_{hidden}_{width}_{chosen}_w{warps}x{resident}', bounds=(32 * warps, resident))
 
 @lru_cache(None)
-def jobs_down_kernel(name, hidden, width, warps=4, resident=5):
-    "Down of every pair. Arguments: four planes of the stack (each expert: `hidden` rows), tiled records (pairs), jobs, parts (pairs, hidden) float32. Launch with jobs · hidden / 32 blocks of 32 · warps threads"
-    start, walk, total, words = block_product(name, width, 2, 1, warps)
-    stride, blocks = record_bytes(width), hidden // 32
+def jobs_down_kernel(name, hidden, width, warps=4, resident=4):
+    "Down of every pair, a warp by itself for 32 rows. Arguments: four planes of the stack (each expert: `hidden` rows), tiled records (pairs), jobs, parts (pairs, hidden) float32. Launch as `jobs_up_kernel`, at most pairs · hidden / (32 · warps) blocks"
+    start, walk, _, words = block_product(name, width, 2, 1, 1)
+    stride, blocks, all_words = record_bytes(width), hidden // 32, warps * words
 
     def jobs_down(low, high, scale, extra, records, jobs, parts):
         launch_dependents()
-        lane, warp, block = np.int64(cuda.threadIdx.x & 31), np.int64(cuda.threadIdx.x >> 5), np.int64(cuda.blockIdx.x) % blocks
-        job = jobs + 4 * JOB_WORDS * (np.int64(cuda.blockIdx.x) // blocks)
+        lane, warp = np.int64(cuda.threadIdx.x & 31), np.int64(cuda.threadIdx.x >> 5)
         acc, b, s = cuda.local.array(8, np.float32), cuda.local.array(1, np.int64), cuda.local.array((1, 2), np.int64)
-        spot = shared_address(cuda.shared.array(words, np.uint32))
+        spot = shared_address(cuda.shared.array(all_words, np.uint32)) + 4 * words * warp
         wait_for_previous()
-        expert, count = np.int64(np.int32(load_u32(job))), np.int64(load_u32(job + 4))
-        if expert >= 0:
+        work, whole, zero = np.int64(cuda.blockIdx.x) * warps + warp, np.int64(load_u32(jobs + 8)) * blocks, np.int64(0)
+        while work < whole:
+            job, block = jobs + 4 * JOB_WORDS * (work // blocks), work % blocks
+            expert, count = np.int64(load_u32(job)), np.int64(load_u32(job + 4))
             first, last = expert * hidden + 32 * block, expert * hidden + hidden - 1
-            start(spot, low, high, scale, extra, first, np.int64(16), last, warp, lane)
+            start(spot, low, high, scale, extra, first, np.int64(16), last, zero, lane)
             b[0] = records + stride * np.int64(load_u32(job + 32 + 4 * min(lane >> 2, count - 1)))
             for e in range(2): s[0, e] = records + stride * np.int64(load_u32(job + 32 + 4 * min(2 * (lane & 3) + e, count - 1))) + width
-            walk(spot, low, high, scale, extra, first, np.int64(16), last, b, s, acc, warp, lane)
-            for i in range(warp, 8, warps):
-                e, column = i & 3, 2 * (lane & 3) + (i & 1)
-                value = total(spot, i, lane)
-                if column < count: store_f32(parts + 4 * (np.int64(load_u32(job + 32 + 4 * column)) * hidden + 32 * block + 16 * (i >> 2) + (lane >> 2) + 8 * (e >> 1)), value)
+            walk(spot, low, high, scale, extra, first, np.int64(16), last, b, s, acc, zero, lane)
+            for e in range(2):
+                column = 2 * (lane & 3) + e
+                if column < count:
+                    at = parts + 4 * (np.int64(load_u32(job + 32 + 4 * column)) * hidden + 32 * block + (lane >> 2))
+                    for i in range(4): store_f32(at + 32 * i, acc[2 * i + e])
+            work += cuda.gridDim.x * warps
     return Kernel(jobs_down, *[types.int64] * 7, name=f'jobs_down_{name}_{hidden}_{width}_w{warps}x{resident}', bounds=(32 * warps, resident))
 
 @lru_cache(None)
@@ -443,7 +460,7 @@ def add_parts_kernel(hidden, experts, chosen, shared):
         if column < hidden: store_f32(h + 4 * (token * hidden + column), total)
     return Kernel(add_parts, *[types.int64] * 5, name=f'add_parts_{hidden}_{experts}_{chosen}_{int(bool(shared))}')
 
-# %% ../../nbs/cuda/08_rows.ipynb #1cb03e67
+# %% ../../nbs/cuda/08_rows.ipynb #e3a2eb84
 @lru_cache(None)
 def conv_rows_kernel(channels, taps):
     """The convolution and SiLU of runs of tokens. Arguments: x (rows, x_stride) float32, conv weights (taps, channels), ring (slots, taps, channels), slots, firsts, counts, positions (of the first token) of each run (int32), y (rows, channels); x_stride.
