@@ -218,7 +218,7 @@ def check_stages(rng):
         assert error < (3e-6 if type_name == 'F32' else 1e-3), f'{type_name} {rows} × {columns} {stage}: relative error {error:.1e}'
     return f'norm, gated, quantize, add: largest relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #a11777ba
+# %% ../../nbs/cuda/90_check.ipynb #f3d9944b
 def check_fused(rng):
     "`fat_gemv` with every stage against the specs, poisoned answers, memory behind them untouched"
     worst = 0.
@@ -247,7 +247,7 @@ def check_fused(rng):
         assert error < 1e-3, f'{type_name} {rows} × {columns}, {tokens} tokens, {stage} {options}: relative error {error:.1e}'       # a value next to the middle of two integers may go to either
     return f'{len(cases)} cases: largest relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #5f8200a4
+# %% ../../nbs/cuda/90_check.ipynb #142754af
 def check_rows(rng):
     "`round_rows` byte for byte, `rows_product` against the spec, poisoned answers, memory behind them untouched"
     worst, cases = 0., [('Q8_0', 21, 256, 5, {}), ('Q5_K', 7, 256, 9, dict(tiles=1))] if SIMULATED else \
@@ -316,7 +316,7 @@ def check_experts(rng):
     assert error_up < 1e-2 and error < 1e-5, f'relative errors {error_up:.1e}, {error:.1e}'
     return f'{tokens} tokens, {chosen} of {experts} experts and a shared one: relative errors {error_up:.1e} in the middle, {error:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #2879655f
+# %% ../../nbs/cuda/90_check.ipynb #2e817c8d
 def check_jobs(rng):
     "Scores to residual stream for many tokens: the jobs against `jobs_spec`, the sum against the decoded weights with activations rounded as the kernels round them"
     tokens, hidden, width, experts, chosen = (3, 256, 128, 32, 2) if SIMULATED else (27, 2048, 512, 256, 8)
@@ -453,7 +453,7 @@ def check_attention(rng):
     assert worst < 5e-4, f'relative error {worst:.1e}'
     return f'{len(cases)} shapes of heads: relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #e5476b99
+# %% ../../nbs/cuda/90_check.ipynb #9c9b240f
 def check_runs(rng):
     "`conv_rows`, `delta_rows` against the specs, twice in a row from an empty state; `store_keys` and `attend` of rows of the same sequence against attention over all keys so far"
     Hk, Hv, dk, dv, taps, counts = (1, 2, 32, 32, 4, [[2, 1], [3]]) if SIMULATED else (16, 32, 128, 128, 4, [[7, 1, 2], [2, 9, 32]])
@@ -779,12 +779,12 @@ class Walk:
         if self.wanted('up'):
             round_rows('norm', H, self.h.address, record, n, weight=layer['ffn_norm'].address, stream=self.stream)
             rows_product(layer['shared_up'], record, self.shared.address, n, stream=self.stream)
-            jobs_up_kernel(m['up'], H, width, m['chosen'], **self.tune.get('jobs_up', {})).launch(min(pairs * width // 16, 132 * 6), 128, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=self.stream, dependent=True)
+            jobs_up_kernel(m['up'], H, width, m['chosen'], **self.tune.get('jobs_up', {})).launch(min(pairs * width // 16, 132 * 5), 128, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=self.stream, dependent=True)
         if self.wanted('down'):
             round_rows('swiglu', width, self.shared.address, record, n, stream=self.stream)
             rows_product(layer['shared_down'], record, self.others.address, n, stream=self.stream)
             round_rows('quantize', width, self.middles.address, self.records_down.address, pairs, stream=self.stream)
-            jobs_down_kernel(m['down'], H, width, **self.tune.get('jobs_down', {})).launch(min(pairs * H // 128, 132 * 4), 128, *layer['down'].addresses, self.records_down.address, self.jobs.address, self.parts.address, stream=self.stream, dependent=True)
+            jobs_down_kernel(m['down'], H, width, **self.tune.get('jobs_down', {})).launch(min(pairs * H // 128, 132 * 3), 128, *layer['down'].addresses, self.records_down.address, self.jobs.address, self.parts.address, stream=self.stream, dependent=True)
             add_parts_kernel(H, m['experts'], m['chosen'], 1).launch(n * -(-H // 256), 256, self.parts.address, self.others.address, self.weights.address, self.scores.address, self.h.address, stream=self.stream, dependent=True)
 
     def experts(self, layer):

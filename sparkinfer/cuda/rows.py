@@ -7,7 +7,7 @@ __all__ = ['UNITS', 'LOW_STRIDE', 'MAGIC', 'MAGIC_FLOAT', 'JOB_WORDS', 'tiled_re
            'weight_stage', 'tile_product', 'block_product', 'rows_kernel', 'rows_product', 'jobs_spec', 'jobs_kernel',
            'jobs_up_kernel', 'jobs_down_kernel', 'add_parts_kernel', 'conv_rows_kernel', 'delta_rows_kernel']
 
-# %% ../../nbs/cuda/08_rows.ipynb #600a0362
+# %% ../../nbs/cuda/08_rows.ipynb #2bc14afe
 import math
 from functools import lru_cache
 import numpy as np
@@ -20,7 +20,7 @@ from .moe_routing import chooser, ordered, unordered
 from .ptx import (add_f32, as_float, as_word, bits_and, bits_or, copies_begun, copy16_async, copy8_async, e4m3_to_halves, exp2, half_to_float, halves_to_floats, launch_dependents, load16, load16_staged, load2_once, load8_staged, load_f32,
                                  load_matrices, load_u32, load_u32_staged, mma_int8, mma_int8_half, reciprocal, shared_address, shift_left, shift_right, shuffle_from, shuffle_up, store_f32, store_u32, store_u32_staged, wait_for_all_but_one, wait_for_copies, wait_for_previous, warp_barrier, warp_max_word, warp_sum)
 
-# %% ../../nbs/cuda/08_rows.ipynb #dd54afc7
+# %% ../../nbs/cuda/08_rows.ipynb #3d9220a9
 def tiled_records_spec(x):
     "x: (tokens, columns) float32, columns a multiple of 64 → (tokens, record_bytes(columns)) uint8"
     q, scale, total = quantize_spec(x)
@@ -47,7 +47,7 @@ def round_rows(stage, columns, x, records, rows, x_stride=None, weight=0, gate=0
     "Addresses of x (rows, x_stride) float32 and of the records to write"
     round_rows_kernel(stage, columns, eps).launch(rows * -(-columns // 1024), 256, x, weight, gate, records, x_stride or columns * (2 if stage == 'swiglu' else 1), gate_stride, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/08_rows.ipynb #8d9e51c7
+# %% ../../nbs/cuda/08_rows.ipynb #cebef0bc
 UNITS = 4               # of each row in a stage
 LOW_STRIDE = 80         # bytes from a row to the next in shared memory
 MAGIC, MAGIC_FLOAT = 0x4b400000, 12582912.      # an integer added to the bits of 1.5 · 2²³ is the float of their sum
@@ -101,7 +101,7 @@ def weight_stage(name, columns, tiles):
                 for i in range(4): held[4 * u + i] = four[i]
     return nbytes, begin, words_of, (high_at, scale_at, high_stride)
 
-# %% ../../nbs/cuda/08_rows.ipynb #c669637d
+# %% ../../nbs/cuda/08_rows.ipynb #c1cb1410
 @lru_cache(None)
 def tile_product(name, columns, tiles, groups):
     "A device function: adds a stage to acc[((tile · groups + group) · 4 + …]. b: addresses of the records of row g of each group of 8; s: of rows 2t and 2t+1"
@@ -167,48 +167,52 @@ def tile_product(name, columns, tiles, groups):
         acc[at + 3] += (as_float(np.uint32(c[3])) - np.float32(MAGIC_FLOAT)) * (w1 * x1)
 
     @cuda.jit(device=True)
-    def multiply(place, unit, first, offset, last, extra, b, s, acc, lane):
-        held, a, w = cuda.local.array(words_shape, np.uint32), cuda.local.array(4, np.uint32), cuda.local.array(scale_shape, np.float32)
-        mine = cuda.local.array((2, 3), np.float32)
+    def multiply_pair(place, unit, pair, w, b, s, acc, lane):
+        held, a, mine = cuda.local.array(words_shape, np.uint32), cuda.local.array(4, np.uint32), cuda.local.array((2, 3), np.float32)
         x, runs, magic = cuda.local.array(groups_by_four, np.uint32), cuda.local.array(runs_shape, np.uint32), np.int32(MAGIC)
+        for n in range(groups):
+            four = load16(b[n] + 32 * (unit + 2 * pair) + 16 * (lane & 3))
+            for i in range(4): x[n, i] = four[i]
+            for e in range(2):
+                four = load16(s[n, e] + 8 * (unit + 2 * pair))
+                for i in range(4): runs[n, e, i] = four[i]
+        for tile in range(tiles): words_of(place, tile, pair, held[tile], lane)
+        for h in range(2):
+            u = 2 * pair + h
+            for tile in range(tiles):
+                operand(place, tile, u, held[tile], 4 * h, a, lane)
+                source = np.uint32((lane & 28) + u)
+                for i in range(2):
+                    mine[i, 0] = shuffle_from(w[tile, i, 0], source)
+                    if halves: mine[i, 1] = shuffle_from(w[tile, i, 1], source)
+                    if minimum: mine[i, 2] = shuffle_from(w[tile, i, 2], source)
+                for n in range(groups):
+                    x0, x1, at = as_float(runs[n, 0, 2 * h]), as_float(runs[n, 1, 2 * h]), 4 * (tile * groups + n)
+                    if halves:
+                        c = mma_int8_half(a[0], a[1], x[n, 2 * h], magic, magic, magic, magic)
+                        add_scaled(acc, at, c, mine[0, 0], mine[1, 0], x0, x1)
+                        c = mma_int8_half(a[2], a[3], x[n, 2 * h + 1], magic, magic, magic, magic)
+                        add_scaled(acc, at, c, mine[0, 1], mine[1, 1], x0, x1)
+                    else:
+                        c = mma_int8(a[0], a[1], a[2], a[3], x[n, 2 * h], x[n, 2 * h + 1], magic, magic, magic, magic)
+                        add_scaled(acc, at, c, mine[0, 0], mine[1, 0], x0, x1)
+                    if minimum:
+                        t0, t1 = as_float(runs[n, 0, 2 * h + 1]), as_float(runs[n, 1, 2 * h + 1])
+                        acc[at] -= mine[0, 2] * t0
+                        acc[at + 1] -= mine[0, 2] * t1
+                        acc[at + 2] -= mine[1, 2] * t0
+                        acc[at + 3] -= mine[1, 2] * t1
+
+    @cuda.jit(device=True)
+    def multiply(place, unit, first, offset, last, extra, b, s, acc, lane):
+        w = cuda.local.array(scale_shape, np.float32)
         for tile in range(tiles): scales_of(place, tile, lane & 3, unit, first, offset, last, extra, w, lane)       # of one unit each; the four lanes of a row share them
-        for pair in range(2):
-            for n in range(groups):
-                four = load16(b[n] + 32 * (unit + 2 * pair) + 16 * (lane & 3))
-                for i in range(4): x[n, i] = four[i]
-                for e in range(2):
-                    four = load16(s[n, e] + 8 * (unit + 2 * pair))
-                    for i in range(4): runs[n, e, i] = four[i]
-            for tile in range(tiles): words_of(place, tile, pair, held[tile], lane)
-            for h in range(2):
-                u = 2 * pair + h
-                for tile in range(tiles):
-                    operand(place, tile, u, held[tile], 4 * h, a, lane)
-                    source = np.uint32((lane & 28) + u)
-                    for i in range(2):
-                        mine[i, 0] = shuffle_from(w[tile, i, 0], source)
-                        if halves: mine[i, 1] = shuffle_from(w[tile, i, 1], source)
-                        if minimum: mine[i, 2] = shuffle_from(w[tile, i, 2], source)
-                    for n in range(groups):
-                        x0, x1, at = as_float(runs[n, 0, 2 * h]), as_float(runs[n, 1, 2 * h]), 4 * (tile * groups + n)
-                        if halves:
-                            c = mma_int8_half(a[0], a[1], x[n, 2 * h], magic, magic, magic, magic)
-                            add_scaled(acc, at, c, mine[0, 0], mine[1, 0], x0, x1)
-                            c = mma_int8_half(a[2], a[3], x[n, 2 * h + 1], magic, magic, magic, magic)
-                            add_scaled(acc, at, c, mine[0, 1], mine[1, 1], x0, x1)
-                        else:
-                            c = mma_int8(a[0], a[1], a[2], a[3], x[n, 2 * h], x[n, 2 * h + 1], magic, magic, magic, magic)
-                            add_scaled(acc, at, c, mine[0, 0], mine[1, 0], x0, x1)
-                        if minimum:
-                            t0, t1 = as_float(runs[n, 0, 2 * h + 1]), as_float(runs[n, 1, 2 * h + 1])
-                            acc[at] -= mine[0, 2] * t0
-                            acc[at + 1] -= mine[0, 2] * t1
-                            acc[at + 2] -= mine[1, 2] * t0
-                            acc[at + 3] -= mine[1, 2] * t1
+        multiply_pair(place, unit, 0, w, b, s, acc, lane)                            # not a loop, so that what the pair decides is decided when this is compiled
+        multiply_pair(place, unit, 1, w, b, s, acc, lane)
     groups_by_four = (groups, 4)
     return nbytes, begin, multiply
 
-# %% ../../nbs/cuda/08_rows.ipynb #abc7dcb1
+# %% ../../nbs/cuda/08_rows.ipynb #b6f7506f
 @lru_cache(None)
 def block_product(name, columns, tiles, groups, warps):
     "Device functions (start, walk, total) of a block and the words of shared memory that it needs"
@@ -254,7 +258,7 @@ def block_product(name, columns, tiles, groups, warps):
         return value
     return start, walk, total, words
 
-# %% ../../nbs/cuda/08_rows.ipynb #44bad403
+# %% ../../nbs/cuda/08_rows.ipynb #4c29dd32
 @lru_cache(None)
 def rows_kernel(name, columns, groups, tiles=2, warps=4, add=False, resident=4):
     """y[t, row] (+)= W[row] · x[t] for up to 8 · `groups` rows of activations. Arguments: the four planes, tiled records, y (rows, y_stride) float32; y_stride, rows of W, rows of activations.
@@ -292,7 +296,7 @@ def rows_product(matrix, records, y, rows, y_stride=None, add=False, tiles=None,
         n = min(32, rows - start)
         rows_kernel(matrix.kind.name, matrix.columns, -(-n // 8), tiles, warps, add, resident or (8 // warps if n > 16 else 16 // warps)).launch(-(-matrix.rows // (16 * tiles)), 32 * warps, *matrix.addresses, records + start * record_bytes(matrix.columns), y + 4 * start * (y_stride or matrix.rows), y_stride or matrix.rows, matrix.rows, n, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/08_rows.ipynb #c2491e07
+# %% ../../nbs/cuda/08_rows.ipynb #0e776e8f
 JOB_WORDS = 16              # int32: expert (−1: no job), number of pairs, in the first row the number of jobs, 5 unused, 8 pairs
 
 def jobs_spec(ids, experts):
@@ -382,9 +386,9 @@ def jobs_kernel(experts, chosen, tokens, normalise=True):
         for i in range(np.int64(whole) + thread, pairs, 1024): store_u32(jobs + 4 * JOB_WORDS * i, np.uint32(0xffffffff))
     return Kernel(jobs_of, *[types.int64] * 4, name=f'jobs_{experts}_{chosen}_{tokens}_{int(normalise)}', bounds=(1024, 1))
 
-# %% ../../nbs/cuda/08_rows.ipynb #528c2c2e
+# %% ../../nbs/cuda/08_rows.ipynb #ef503938
 @lru_cache(None)
-def jobs_up_kernel(name, hidden, width, chosen, warps=4, resident=6):
+def jobs_up_kernel(name, hidden, width, chosen, warps=4, resident=5):
     "silu(gate · x) · (up · x) for every pair. Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), tiled records (tokens), jobs, middles (pairs, width) float32. Launch with as many blocks of 32 · warps threads as fit, at most pairs · width / 16: they take turns at what there is to do"
     start, walk, total, words = block_product(name, hidden, 2, 1, warps)
     stride, blocks = record_bytes(hidden), width // 16
@@ -413,7 +417,7 @@ def jobs_up_kernel(name, hidden, width, chosen, warps=4, resident=6):
     return Kernel(jobs_up, *[types.int64] * 7, name=f'jobs_up_{name}_{hidden}_{width}_{chosen}_w{warps}x{resident}', bounds=(32 * warps, resident))
 
 @lru_cache(None)
-def jobs_down_kernel(name, hidden, width, warps=4, resident=4):
+def jobs_down_kernel(name, hidden, width, warps=4, resident=3):
     "Down of every pair, a warp by itself for 32 rows. Arguments: four planes of the stack (each expert: `hidden` rows), tiled records (pairs), jobs, parts (pairs, hidden) float32. Launch as `jobs_up_kernel`, at most pairs · hidden / (32 · warps) blocks"
     start, walk, _, words = block_product(name, width, 2, 1, 1)
     stride, blocks, all_words = record_bytes(width), hidden // 32, warps * words
@@ -460,7 +464,7 @@ def add_parts_kernel(hidden, experts, chosen, shared):
         if column < hidden: store_f32(h + 4 * (token * hidden + column), total)
     return Kernel(add_parts, *[types.int64] * 5, name=f'add_parts_{hidden}_{experts}_{chosen}_{int(bool(shared))}')
 
-# %% ../../nbs/cuda/08_rows.ipynb #e3a2eb84
+# %% ../../nbs/cuda/08_rows.ipynb #5ba59166
 @lru_cache(None)
 def conv_rows_kernel(channels, taps):
     """The convolution and SiLU of runs of tokens. Arguments: x (rows, x_stride) float32, conv weights (taps, channels), ring (slots, taps, channels), slots, firsts, counts, positions (of the first token) of each run (int32), y (rows, channels); x_stride.
