@@ -19,7 +19,7 @@ class Absent:
         if name in ("numba_cuda", "cuda") or name.startswith(("numba_cuda.", "cuda.")): raise ModuleNotFoundError(f"no {name} here", name=name)
 sys.meta_path.insert(0, Absent())
 import sparkinfer
-names = [m.name for m in pkgutil.walk_packages(sparkinfer.__path__, "sparkinfer.") if not m.name.startswith("sparkinfer.cuda") and not m.name.endswith("__main__")]
+names = [m.name for m in pkgutil.walk_packages(sparkinfer.__path__, "sparkinfer.") if not m.name.startswith(("sparkinfer.cuda", "sparkinfer.models.cuda_")) and not m.name.endswith("__main__")]
 for name in names: importlib.import_module(name)
 wing = sorted(m for m in sys.modules if m.startswith(("sparkinfer.cuda.", "numba_cuda")))
 print(len(names), wing)

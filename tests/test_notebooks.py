@@ -19,7 +19,7 @@ def runs(request):
     "notebook → the future of its process, for those that this session asked for. A chapter mostly compiles, on one core, so as many run at a time as there are cores, up to four"
     wanted = [item.callspec.params['notebook'] for item in request.session.items if getattr(item, 'originalname', '') == 'test_notebook']
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        yield {notebook: pool.submit(run, notebook) for notebook in wanted if not (NO_CUDA and notebook.parent.name == 'cuda')}
+        yield {notebook: pool.submit(run, notebook) for notebook in wanted if not (NO_CUDA and (notebook.parent.name == 'cuda' or '_cuda_' in notebook.name))}
         pool.shutdown(cancel_futures=True)
 
 @pytest.mark.parametrize('notebook', NOTEBOOKS, ids=[p.relative_to(ROOT/'nbs').as_posix() for p in NOTEBOOKS])

@@ -7,7 +7,7 @@ __all__ = ['FAMILIES', 'SYNTHETIC', 'in_floats', 'tiny', 'feed', 'worst', 'check
            'check_company', 'check_faults', 'synthetic', 'check_shape_of', 'time_decode', 'bench', 'checks', 'main',
            'small_hybrid', 'simulate']
 
-# %% ../../nbs/models/05_cuda_check.ipynb #efc611c8
+# %% ../../nbs/models/05_cuda_check.ipynb #3a87b62d
 import argparse, json, sys, tempfile, time
 from pathlib import Path
 import numpy as np
@@ -23,7 +23,7 @@ from .weights import Weights
 from ..ops.attention import PAGE
 from ..ops.sampling import SampleSpec, SamplingError
 
-# %% ../../nbs/models/05_cuda_check.ipynb #17c7c8ed
+# %% ../../nbs/models/05_cuda_check.ipynb #11751585
 FAMILIES = ('llama', 'qwen3', 'qwen3_moe', 'qwen3_next', 'qwen3_5-r1', 'qwen3_5-r2', 'qwen3_5-r3', 'qwen3_5_moe')
 SYNTHETIC = {'tiny-llama': None, 'tiny-qwen3': None, 'tiny-qwen3moe': None, 'tiny-qwen3next': None, 'tiny-qwen35': None, 'tiny-qwen35moe': None, 'small-qwen35': 4, 'small-qwen35moe': 4}      # shape: layers
 
@@ -48,7 +48,7 @@ def worst(logits, reference):
     assert logits.shape == reference.shape and logits.dtype == np.float32 and np.isfinite(logits).all(), 'a shape, a type or a number is wrong'
     return float((np.linalg.norm(logits - reference, axis=-1) / np.linalg.norm(reference, axis=-1)).max())
 
-# %% ../../nbs/models/05_cuda_check.ipynb #530c076d
+# %% ../../nbs/models/05_cuda_check.ipynb #a98dbe3b
 def check_references(name, folder, kv='f32', limit=1e-3):
     weights, record = tiny(name, folder)
     runner, errors = CudaRunner(kv_type=kv).load(weights, max_context=144, num_slots=2), []
@@ -65,7 +65,7 @@ def check_references(name, folder, kv='f32', limit=1e-3):
     assert max(errors) < limit, f'relative error {max(errors):.1e}'
     return f'relative error {max(errors):.1e}'
 
-# %% ../../nbs/models/05_cuda_check.ipynb #3b13f73e
+# %% ../../nbs/models/05_cuda_check.ipynb #f02f4fc3
 def poisoned(kv, weights, num_slots=3, max_context=144, spare=30):
     "A runner whose pages and states are NaN in every number and whose tables are a permutation, and its free pages"
     runner, each = CudaRunner(kv_type=kv), -(-max_context // PAGE)
@@ -111,7 +111,7 @@ def check_memory(name, folder, kv='f16'):
         raise AssertionError('a page, slot or size that does not exist was taken')
     return f'{runner.num_pages} pages of {runner.page_bytes} bytes, states of {runner.state_bytes}'
 
-# %% ../../nbs/models/05_cuda_check.ipynb #62d7e140
+# %% ../../nbs/models/05_cuda_check.ipynb #b60440d5
 def check_company(weights, ids, kv='f16', steps=6, limit=1e-3, count=32):
     "Prompts of 1 … `count` tokens, then `steps` tokens each, all in the same steps; against each alone"
     runner = CudaRunner(kv_type=kv).load(weights, max_context=count + steps + 16, num_slots=count + 1)
@@ -158,7 +158,7 @@ def check_faults(weights, ids):
     assert isinstance(drawn.errors[0], SamplingError) and drawn.tokens[2] == done.tokens[1] and np.isfinite(drawn.logprobs[2]) and len(drawn.top[2][0]) == 2
     return 'NaN in one row of three'
 
-# %% ../../nbs/models/05_cuda_check.ipynb #fce1ee72
+# %% ../../nbs/models/05_cuda_check.ipynb #1a2cd43d
 def synthetic(shape, layers, folder):
     from sparkinfer.models.synthetic import synth
     path = Path(folder)/f'{shape}.gguf'
@@ -182,7 +182,7 @@ def check_shape_of(shape, layers, kv='f16', limit=.04):
     assert np.median(found) < limit and (runner.moe or found.max() < 2 * limit), f'relative error {np.median(found):.1e}, at most {found.max():.1e}'
     return f'relative error {np.median(found):.1e}, at most {found.max():.1e} ({", ".join(fast)})'
 
-# %% ../../nbs/models/05_cuda_check.ipynb #ab7ecf91
+# %% ../../nbs/models/05_cuda_check.ipynb #6da6c100
 def time_decode(runner, sequences, position, steps=40):
     "Median seconds of a greedy step of `sequences` sequences that hold `position` tokens"
     tokens, seconds = np.arange(sequences) + 5, []
@@ -195,7 +195,8 @@ def time_decode(runner, sequences, position, steps=40):
         tokens = done.tokens
     return float(np.median(seconds[3:]))
 
-def bench(layers, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None):
+def bench(layers, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, ready=lambda: None):
+    "Make the model, load it, wait for `ready()`, time it"
     from sparkinfer.cuda.check import gpu_record
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
@@ -204,6 +205,7 @@ def bench(layers, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None):
         runner = CudaRunner(kv_type=kv).load(weights, max_context=4352, num_slots=32)
         loaded, rows = time.perf_counter() - begin, []
         print(f'made in {made:.1f} s, loaded in {loaded:.1f} s', flush=True)
+        ready()
         for sequences, position in ((1, 128), (1, 4096), (4, 1024), (16, 1024), (32, 1024)):
             took = time_decode(runner, sequences, position)
             rows.append(dict(sequences=sequences, position=position, milliseconds=round(took * 1e3, 3), tokens_a_second=round(sequences / took, 1)))
@@ -220,7 +222,7 @@ def bench(layers, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None):
     table = text_table(['sequences', 'at position', 'ms', 'tok/s'], [list(map(str, r.values())) for r in rows])
     return report(f'cuda-runner-{shape}', f'{table}\nprompt of 1024 tokens: {1024 / read:.0f} tok/s', dict(shape=shape, layers=weights.config.num_layers, kv_type=kv, weight_bytes=size, load_seconds=round(loaded, 1), prompt_tokens_a_second=round(1024 / read, 1), results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
 
-# %% ../../nbs/models/05_cuda_check.ipynb #b3cb28bc
+# %% ../../nbs/models/05_cuda_check.ipynb #96b34d0a
 def checks(folder, families, shapes):
     "[(what, function)]"
     found = [(f'{name}, kv {kv}', lambda name=name, kv=kv, limit=limit: check_references(name, folder, kv, limit)) for name in families for kv, limit in (('f32', 1e-3), ('f16', 3e-3))]
@@ -253,7 +255,7 @@ def main(argv=None):
 
 if getattr(globals().get('__spec__'), 'name', None) == 'sparkinfer.models.cuda_check' and __name__ == '__main__': sys.exit(main())
 
-# %% ../../nbs/models/05_cuda_check.ipynb #8484566e
+# %% ../../nbs/models/05_cuda_check.ipynb #ece64e3d
 def small_hybrid(seed=0):
     "Weights of noise: a delta layer with experts, an attention layer with a gate and a dense feed-forward"
     from sparkinfer.models.weights import tensor_shapes

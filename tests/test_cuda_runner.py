@@ -1,0 +1,65 @@
+"The CUDA runner where there is no GPU: a step in Numba's simulator, its plain kernels for both targets, what it refuses. With a GPU, all of `sparkinfer.models.cuda_check`"
+import importlib.util, os, subprocess, sys
+from pathlib import Path
+import pytest
+
+needs_numba_cuda = pytest.mark.skipif(importlib.util.find_spec('numba_cuda') is None, reason='numba-cuda comes with the cuda and dev extras')
+needs_gpu = pytest.mark.skipif(not Path('/dev/nvidia0').exists(), reason='needs an NVIDIA GPU')
+
+def python(code: str, **env):
+    return subprocess.run([sys.executable, '-c', code], env={**os.environ, **env}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900)
+
+@needs_numba_cuda
+@pytest.mark.parametrize('kv, limit', [('f32', 1e-5), ('int8', 3e-2)])
+def test_a_step_in_the_simulator(kv, limit):
+    "A delta layer with experts and a gated attention layer, prompt rows of two sequences and then a token of each, against the spec. Guards against wrong indices, strides, pages and states; int8 must be near, and cannot be exact"
+    done = python(f'from sparkinfer.models.cuda_check import simulate\nprint(simulate({kv!r}, {limit}))', NUMBA_ENABLE_CUDASIM='1')
+    assert done.returncode == 0 and 'relative error' in done.stdout, done.stdout + done.stderr
+
+@needs_numba_cuda
+@pytest.mark.parametrize('capability', [(9, 0), (12, 0)], ids=lambda c: f'sm_{c[0]}{c[1]}')
+def test_both_targets_take_the_plain_kernels(capability):
+    from sparkinfer.models.cuda_plain import plain_kernels
+    for kernel in plain_kernels():
+        used = kernel.resources(capability)
+        assert (used.stack, used.spills) == (0, 0), (kernel.name, used)
+
+@needs_numba_cuda
+def test_refusals():
+    "Each in one line that says what would do"
+    from sparkinfer.errors import SparkinferError, UnsupportedError
+    from sparkinfer.models.cuda_check import small_hybrid
+    from sparkinfer.models.cuda_runner import CudaRunner
+    from dataclasses import replace
+    with pytest.raises(SparkinferError, match="'int8'"): CudaRunner(kv_type='bf16')
+    runner = CudaRunner()
+    runner.config = replace(small_hybrid().config, head_dim=18)
+    with pytest.raises(UnsupportedError, match='heads of 18'): runner.choose_kernels()
+
+@needs_numba_cuda
+def test_no_driver():
+    if Path('/dev/nvidia0').exists(): pytest.skip('there is a GPU here')
+    done = python('from sparkinfer.models.cuda_check import small_hybrid\nfrom sparkinfer.models.cuda_runner import CudaRunner\nCudaRunner().load(small_hybrid(), max_context=16)', NUMBA_ENABLE_CUDASIM='0')
+    assert done.returncode and 'no CUDA driver' in done.stderr.splitlines()[-1], done.stderr
+
+@needs_numba_cuda
+def test_too_little_memory_is_said_with_numbers(monkeypatch):
+    "What is needed, what is missing, what would fit"
+    import sparkinfer.models.cuda_runner as module
+    from sparkinfer.errors import SparkinferError
+    from sparkinfer.models.cuda_check import small_hybrid
+    from types import SimpleNamespace
+    free = [300 << 20]
+    monkeypatch.setattr(module, 'driver', lambda: SimpleNamespace(cuMemGetInfo=lambda: (0, free[0], 8 << 30)))
+    monkeypatch.setattr(module, 'device_capability', lambda: (9, 0))
+    with pytest.raises(SparkinferError, match=r'not enough memory on the GPU: .* are missing; [\d,]+ tokens of keys and values would fit'): module.CudaRunner().load(small_hybrid(), max_context=64, num_slots=2, num_pages=1 << 24)
+    free[0] = 1 << 20
+    with pytest.raises(SparkinferError, match='the weights alone do not fit'): module.CudaRunner().load(small_hybrid(), max_context=64)
+    monkeypatch.setattr(module, 'device_capability', lambda: (8, 6))
+    with pytest.raises(SparkinferError, match=r'8\.6.*9\.0'): module.CudaRunner().load(small_hybrid(), max_context=64)
+
+@needs_gpu
+@needs_numba_cuda
+def test_on_the_gpu():
+    done = subprocess.run([sys.executable, '-m', 'sparkinfer.models.cuda_check'], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
