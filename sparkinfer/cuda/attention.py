@@ -103,7 +103,7 @@ def page_products(head_dim, own, stride):
                 for j in range(4): acc[i + j] = r[j]
     return load_keys, scores, load_values, mix
 
-# %% ../../nbs/cuda/03_attention.ipynb #1a229490
+# %% ../../nbs/cuda/03_attention.ipynb #a015af02
 @cuda.jit(device=True)
 def bytes_to_halves(word, selector):
     "Two signed bytes whose top bits were turned, chosen by `selector` (0x4140: the low two, 0x4342: the high two), as halves"
@@ -157,7 +157,7 @@ def byte_page_products(head_dim, own, stride):
                     for e in range(4): acc[i + e] = r[e]
     return load_keys, scores, load_values, mix
 
-# %% ../../nbs/cuda/03_attention.ipynb #9ff53996
+# %% ../../nbs/cuda/03_attention.ipynb #7104f287
 SHORTEST = 4        # pages in a stretch, at least
 
 @cuda.jit(device=True)

@@ -174,7 +174,7 @@ def check_gemv(type_name, rows, columns, tokens, rng, **options):
     assert np.isnan(got[:, rows:]).all() and np.isnan(everything[stride * tokens:]).all(), f'{type_name}: wrote past the end of a row'
     want = linear_spec(type_name, blocks, rows, columns, x, factor)
     error = np.linalg.norm(got[:, :rows] - want) / np.linalg.norm(want)
-    assert error < 3e-6, f'{type_name} {rows} × {columns}, {tokens} tokens {options}: relative error {error:.1e}'
+    assert error < (3e-6 if rows > 1 else 3e-5), f'{type_name} {rows} × {columns}, {tokens} tokens {options}: relative error {error:.1e}'       # a single number may be small by chance
     return error
 
 TINY_SHAPES = [(5, 256, 2, {}), (3, 1280, 1, dict(rows_each=2, chunk=2))]
@@ -218,7 +218,7 @@ def check_stages(rng):
         assert error < (3e-6 if type_name == 'F32' else 1e-3), f'{type_name} {rows} × {columns} {stage}: relative error {error:.1e}'
     return f'norm, gated, quantize, add: largest relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #f3d9944b
+# %% ../../nbs/cuda/90_check.ipynb #52d582cf
 def check_fused(rng):
     "`fat_gemv` with every stage against the specs, poisoned answers, memory behind them untouched"
     worst = 0.
@@ -247,7 +247,7 @@ def check_fused(rng):
         assert error < 1e-3, f'{type_name} {rows} × {columns}, {tokens} tokens, {stage} {options}: relative error {error:.1e}'       # a value next to the middle of two integers may go to either
     return f'{len(cases)} cases: largest relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #142754af
+# %% ../../nbs/cuda/90_check.ipynb #e7f328b5
 def check_rows(rng):
     "`round_rows` byte for byte, `rows_product` against the spec, poisoned answers, memory behind them untouched"
     worst, cases = 0., [('Q8_0', 21, 256, 5, {}), ('Q5_K', 7, 256, 9, dict(tiles=1))] if SIMULATED else \
@@ -316,7 +316,7 @@ def check_experts(rng):
     assert error_up < 1e-2 and error < 1e-5, f'relative errors {error_up:.1e}, {error:.1e}'
     return f'{tokens} tokens, {chosen} of {experts} experts and a shared one: relative errors {error_up:.1e} in the middle, {error:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #2e817c8d
+# %% ../../nbs/cuda/90_check.ipynb #75e1bc3d
 def check_jobs(rng):
     "Scores to residual stream for many tokens: the jobs against `jobs_spec`, the sum against the decoded weights with activations rounded as the kernels round them"
     tokens, hidden, width, experts, chosen = (3, 256, 128, 32, 2) if SIMULATED else (27, 2048, 512, 256, 8)
@@ -387,7 +387,7 @@ def check_delta(rng):
                     record, expected = out.read(np.uint8, (sequences, record_bytes(Hv * dv)))[s], records_spec((answer * weight * z / (1 + np.exp(-z))).astype(np.float32).reshape(1, -1))[0]
                     parts = [r[Hv * dv:Hv * dv * 5 // 4].copy().view(np.float32) for r in (record, expected)]
                     assert np.abs(record[:Hv * dv].view(np.int8).astype(int) - expected[:Hv * dv].view(np.int8)).max() <= 1, 'a byte is off by more than one'
-                    np.testing.assert_allclose(parts[0][::2], parts[1][::2], rtol=1e-4)
+                    np.testing.assert_allclose(parts[0][::2], parts[1][::2], rtol=1e-4, atol=1e-5 * parts[1][::2].max())
                     found, sums = squares.read(np.float32, (sequences, Hv * dv // 32))[s], (answer.astype(np.float64) ** 2).reshape(-1, 32).sum(1)
                     error = np.linalg.norm(found - sums) / np.linalg.norm(sums)
                 worst = max(worst, error)
@@ -450,10 +450,10 @@ def check_attention(rng):
                 if gated: want = want / (1 + np.exp(-q[h, 1].astype(np.float64)))
                 worst = max(worst, np.linalg.norm(got[n, h] - want) / np.linalg.norm(want))
         assert all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip([*after, *(found if kv == 'int8' else ())], (keys, values, *scales))), 'a page that is not this token\'s was written'
-    assert worst < 5e-4, f'relative error {worst:.1e}'
+    assert worst < 1e-3, f'relative error {worst:.1e}'                               # weights are halves
     return f'{len(cases)} shapes of heads: relative error {worst:.1e}'
 
-# %% ../../nbs/cuda/90_check.ipynb #9c9b240f
+# %% ../../nbs/cuda/90_check.ipynb #f0e2f68c
 def check_runs(rng):
     "`conv_rows`, `delta_rows` against the specs, twice in a row from an empty state; `store_keys` and `attend` of rows of the same sequence against attention over all keys so far"
     Hk, Hv, dk, dv, taps, counts = (1, 2, 32, 32, 4, [[2, 1], [3]]) if SIMULATED else (16, 32, 128, 128, 4, [[7, 1, 2], [2, 9, 32]])

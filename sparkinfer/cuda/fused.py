@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['fat_stage', 'stage_vectors', 'norm_factor', 'prefetch_share', 'fat_kernel', 'fat_rule', 'fat_gemv']
 
-# %% ../../nbs/cuda/02_fused.ipynb #284aad91
+# %% ../../nbs/cuda/02_fused.ipynb #96c5b6b3
 import math
 from functools import lru_cache
 import numpy as np
@@ -16,7 +16,7 @@ from .graphs import Kernel
 from .linear import KINDS, STAGE_BYTES, copy_to_stage, lanes_for, quantize_four_staged, record_bytes, rounded_chunk, silu
 from .ptx import (add_f32, copies_begun, copy16_async, launch_dependents, load_f32, load_f32x2, load_f32x4, prefetch_range, root_reciprocal, shared_address, shuffle_xor, store_f32, store_f32x2_staged, wait_for_copies, wait_for_previous, warp_sum)
 
-# %% ../../nbs/cuda/02_fused.ipynb #9228b23d
+# %% ../../nbs/cuda/02_fused.ipynb #648f32d3
 @lru_cache(None)
 def fat_stage(stage, columns, tokens, eps, threads):
     """Device functions (before, fill) for a block of `threads`; `before(weight, w)` loads into w (`stage_vectors` × 4 floats), `fill(spot, partial, x, gate, gate_stride, w)` leaves `tokens` records at `spot` in shared memory and, for 'norm', each warp's sum of squares in partial[token, warp].
@@ -120,7 +120,7 @@ def prefetch_share(address, nbytes):
         at = share * cuda.blockIdx.x
         if at < nbytes: prefetch_range(address + at, np.uint32(min(share, nbytes - at)))
 
-# %% ../../nbs/cuda/02_fused.ipynb #64bbcda8
+# %% ../../nbs/cuda/02_fused.ipynb #5fdcfec9
 @lru_cache(None)
 def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=False, eps=1e-6, block=512, buffers=1, resident=1):
     """y[t, row] (+)= W[row] · stage(x[t]), for kinds that are multiplied as integers. Arguments: the four planes, x, weight, gate, y (tokens, y_stride) float32, a range (address, bytes) to ask into the second cache meanwhile, y_stride, gate_stride (floats from one token's gate to the next), rows of W.
@@ -192,7 +192,7 @@ def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=
                     elif row + r >= own: add_f32(at, value)                          # the last group may repeat rows of the one before; what is added must be added once
     return Kernel(fat, *[types.int64] * 10, *[types.int32] * 3, name=f'fat_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}_b{block}x{resident}_{buffers}_{eps}', bounds=(block, resident))
 
-# %% ../../nbs/cuda/02_fused.ipynb #8d4f21b9
+# %% ../../nbs/cuda/02_fused.ipynb #73515150
 def fat_rule(kind, rows, columns, tokens=1):
     "How `fat_gemv` launches, from what was measured: rows for each warp at once, units of each, threads of a block, blocks, how many of them a multiprocessor holds, buffers"
     steps = columns // kind.unit // lanes_for(kind, columns)

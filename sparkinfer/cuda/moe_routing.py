@@ -161,7 +161,7 @@ def router_blocks(width, experts, shared, tokens, group):
     "Blocks of a launch for `tokens` rows, `group` of them in a block"
     return tokens // group * (-(-(experts + 1) // ROUTER_ROWS) + (width // 32 if shared else 0))
 
-# %% ../../nbs/cuda/05_moe_routing.ipynb #1cd2e38e
+# %% ../../nbs/cuda/05_moe_routing.ipynb #5c204a96
 @lru_cache(None)
 def experts_up_kernel(name, hidden, width, experts, chosen, normalise=True, eps=1e-6, down=None):
     """silu(gate · x) · (up · x) of the chosen experts, x = norm(h). Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), norm weight, h (tokens, hidden), scores (tokens, experts + 1), ids (tokens, chosen) int32, weights (tokens, chosen),

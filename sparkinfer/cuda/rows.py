@@ -7,7 +7,7 @@ __all__ = ['UNITS', 'LOW_STRIDE', 'MAGIC', 'MAGIC_FLOAT', 'JOB_WORDS', 'tiled_re
            'weight_stage', 'tile_product', 'block_product', 'rows_kernel', 'rows_product', 'jobs_spec', 'jobs_kernel',
            'jobs_up_kernel', 'jobs_down_kernel', 'add_parts_kernel', 'conv_rows_kernel', 'delta_rows_kernel']
 
-# %% ../../nbs/cuda/08_rows.ipynb #2bc14afe
+# %% ../../nbs/cuda/08_rows.ipynb #313cc581
 import math
 from functools import lru_cache
 import numpy as np
@@ -20,7 +20,7 @@ from .moe_routing import chooser, ordered, unordered
 from .ptx import (add_f32, as_float, as_word, bits_and, bits_or, copies_begun, copy16_async, copy8_async, e4m3_to_halves, exp2, half_to_float, halves_to_floats, launch_dependents, load16, load16_staged, load2_once, load8_staged, load_f32,
                                  load_matrices, load_u32, load_u32_staged, mma_int8, mma_int8_half, reciprocal, shared_address, shift_left, shift_right, shuffle_from, shuffle_up, store_f32, store_u32, store_u32_staged, wait_for_all_but_one, wait_for_copies, wait_for_previous, warp_barrier, warp_max_word, warp_sum)
 
-# %% ../../nbs/cuda/08_rows.ipynb #3d9220a9
+# %% ../../nbs/cuda/08_rows.ipynb #88fb5ec7
 def tiled_records_spec(x):
     "x: (tokens, columns) float32, columns a multiple of 64 → (tokens, record_bytes(columns)) uint8"
     q, scale, total = quantize_spec(x)
@@ -47,7 +47,7 @@ def round_rows(stage, columns, x, records, rows, x_stride=None, weight=0, gate=0
     "Addresses of x (rows, x_stride) float32 and of the records to write"
     round_rows_kernel(stage, columns, eps).launch(rows * -(-columns // 1024), 256, x, weight, gate, records, x_stride or columns * (2 if stage == 'swiglu' else 1), gate_stride, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/08_rows.ipynb #cebef0bc
+# %% ../../nbs/cuda/08_rows.ipynb #ba8da1e4
 UNITS = 4               # of each row in a stage
 LOW_STRIDE = 80         # bytes from a row to the next in shared memory
 MAGIC, MAGIC_FLOAT = 0x4b400000, 12582912.      # an integer added to the bits of 1.5 · 2²³ is the float of their sum
@@ -101,7 +101,7 @@ def weight_stage(name, columns, tiles):
                 for i in range(4): held[4 * u + i] = four[i]
     return nbytes, begin, words_of, (high_at, scale_at, high_stride)
 
-# %% ../../nbs/cuda/08_rows.ipynb #c1cb1410
+# %% ../../nbs/cuda/08_rows.ipynb #eb6cefa8
 @lru_cache(None)
 def tile_product(name, columns, tiles, groups):
     "A device function: adds a stage to acc[((tile · groups + group) · 4 + …]. b: addresses of the records of row g of each group of 8; s: of rows 2t and 2t+1"
@@ -212,7 +212,7 @@ def tile_product(name, columns, tiles, groups):
     groups_by_four = (groups, 4)
     return nbytes, begin, multiply
 
-# %% ../../nbs/cuda/08_rows.ipynb #b6f7506f
+# %% ../../nbs/cuda/08_rows.ipynb #183db958
 @lru_cache(None)
 def block_product(name, columns, tiles, groups, warps):
     "Device functions (start, walk, total) of a block and the words of shared memory that it needs"
@@ -258,7 +258,7 @@ def block_product(name, columns, tiles, groups, warps):
         return value
     return start, walk, total, words
 
-# %% ../../nbs/cuda/08_rows.ipynb #4c29dd32
+# %% ../../nbs/cuda/08_rows.ipynb #e50822f3
 @lru_cache(None)
 def rows_kernel(name, columns, groups, tiles=2, warps=4, add=False, resident=4):
     """y[t, row] (+)= W[row] · x[t] for up to 8 · `groups` rows of activations. Arguments: the four planes, tiled records, y (rows, y_stride) float32; y_stride, rows of W, rows of activations.
@@ -296,7 +296,7 @@ def rows_product(matrix, records, y, rows, y_stride=None, add=False, tiles=None,
         n = min(32, rows - start)
         rows_kernel(matrix.kind.name, matrix.columns, -(-n // 8), tiles, warps, add, resident or (8 // warps if n > 16 else 16 // warps)).launch(-(-matrix.rows // (16 * tiles)), 32 * warps, *matrix.addresses, records + start * record_bytes(matrix.columns), y + 4 * start * (y_stride or matrix.rows), y_stride or matrix.rows, matrix.rows, n, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/08_rows.ipynb #0e776e8f
+# %% ../../nbs/cuda/08_rows.ipynb #7cee7d33
 JOB_WORDS = 16              # int32: expert (−1: no job), number of pairs, in the first row the number of jobs, 5 unused, 8 pairs
 
 def jobs_spec(ids, experts):
@@ -386,7 +386,7 @@ def jobs_kernel(experts, chosen, tokens, normalise=True):
         for i in range(np.int64(whole) + thread, pairs, 1024): store_u32(jobs + 4 * JOB_WORDS * i, np.uint32(0xffffffff))
     return Kernel(jobs_of, *[types.int64] * 4, name=f'jobs_{experts}_{chosen}_{tokens}_{int(normalise)}', bounds=(1024, 1))
 
-# %% ../../nbs/cuda/08_rows.ipynb #ef503938
+# %% ../../nbs/cuda/08_rows.ipynb #99c772cc
 @lru_cache(None)
 def jobs_up_kernel(name, hidden, width, chosen, warps=4, resident=5):
     "silu(gate · x) · (up · x) for every pair. Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), tiled records (tokens), jobs, middles (pairs, width) float32. Launch with as many blocks of 32 · warps threads as fit, at most pairs · width / 16: they take turns at what there is to do"
@@ -464,7 +464,7 @@ def add_parts_kernel(hidden, experts, chosen, shared):
         if column < hidden: store_f32(h + 4 * (token * hidden + column), total)
     return Kernel(add_parts, *[types.int64] * 5, name=f'add_parts_{hidden}_{experts}_{chosen}_{int(bool(shared))}')
 
-# %% ../../nbs/cuda/08_rows.ipynb #5ba59166
+# %% ../../nbs/cuda/08_rows.ipynb #861abbcf
 @lru_cache(None)
 def conv_rows_kernel(channels, taps):
     """The convolution and SiLU of runs of tokens. Arguments: x (rows, x_stride) float32, conv weights (taps, channels), ring (slots, taps, channels), slots, firsts, counts, positions (of the first token) of each run (int32), y (rows, channels); x_stride.
