@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['PIECE', 'SIZES', 'COLUMNS', 'MANY', 'GROUPS', 'VECTORS', 'NOTHING', 'Rows', 'Plan', 'stacked', 'woven', 'place',
-           'size_for', 'power_of_two', 'gigabytes', 'CudaRunner', 'sample_of', 'is_plain']
+           'size_for', 'power_of_two', 'gigabytes', 'CudaRunner', 'device_free', 'device_bytes', 'sample_of',
+           'is_plain']
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #7b8fe5ff
+# %% ../../nbs/models/05_cuda_runner.ipynb #31ac4b52
 import math, sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from ..ops.attention import PAGE
 from ..ops.norm_rope import half_split_order
 from ..ops.sampling import GREEDY_BELOW, Sampled, sample
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #21bf19d2
+# %% ../../nbs/models/05_cuda_runner.ipynb #c61d0f53
 class Rows:
     "The rows of a tensor (of all matrices of a stack, one after the other): `type` on the card, `rows`, `columns`, `read(begin, end)` → (the bytes that `pack` takes, factor). floats: only types of plain numbers"
     def __init__(self, tensor, floats=False, as_type=None):
@@ -75,7 +76,7 @@ class Rows:
         each = self.rows // len(self.members)
         return [(a, min(a + most, m + each)) for m in range(0, self.rows, each) for a in range(m, m + each, most)]
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #f8392b88
+# %% ../../nbs/models/05_cuda_runner.ipynb #cf7cd4dd
 @dataclass
 class Plan:
     "A matrix to be: `kind` on the card, `pieces` [(where its rows go, Rows, begin, end)], rows, columns"
@@ -131,7 +132,7 @@ def place(plan, pool, tell=lambda nbytes: None):
     while window: send()
     return matrix
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #b4813bc7
+# %% ../../nbs/models/05_cuda_runner.ipynb #39da74a4
 SIZES = (1, 2, 4, 8, 16, 32)
 COLUMNS = ('tokens', 'positions', 'slots', 'run_slots', 'firsts', 'counts', 'run_positions', 'picks')      # int32 arrays of a piece, 32 numbers each
 MANY = 5                # from so many rows on, the tensor cores multiply
@@ -162,6 +163,7 @@ class CudaRunner:
         self.stream, self.graphs, self.mirrored = Stream(), {}, None
         self.make_room()
         self.place_weights(plans, weights, progress)
+        if not SIMULATED: checked(driver().cuCtxSynchronize(), 'waiting for the device')      # memory is filled beside the runner's stream
         for note in self.notes: print(note, file=sys.stderr)
         return self
 
@@ -173,7 +175,7 @@ class CudaRunner:
     def collect(self, handle): return handle
     def close(self): self.layers, self.graphs, self.buffers, self.memory, self.embedding, self.head = [], {}, {}, [], None, None
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #264bc0c8
+# %% ../../nbs/models/05_cuda_runner.ipynb #fc9afd35
 @patch
 def choose_kernels(self: CudaRunner):
     "Which layers have fast kernels for their shapes; sizes that both kinds of kernels need"
@@ -201,7 +203,7 @@ def choose_experts(self: CudaRunner, up, down):
     jobs = self.fast and rounded and H % 128 == 0 and I % 128 == 0 and c.num_experts % 32 == 0 and c.num_experts <= 1024 and c.experts_per_token <= 32
     return jobs
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #7acb816b
+# %% ../../nbs/models/05_cuda_runner.ipynb #f862fb2c
 GROUPS = {'attention': {'into': ('attn.q', 'attn.k', 'attn.v'), 'out': ('attn.o',)}, 'delta': {'into': ('delta.qkv', 'delta.z', 'delta.a', 'delta.b'), 'out': ('delta.out',)},
           'dense': {'up': ('ffn.gate', 'ffn.up'), 'down': ('ffn.down',)}, 'moe': {'shared_up': ('shared.gate', 'shared.up'), 'shared_down': ('shared.down',)}}
 VECTORS = {'attention': ('attn.q_norm', 'attn.k_norm'), 'delta': ('delta.conv', 'delta.decay', 'delta.dt', 'delta.norm'), 'dense': (), 'moe': ()}
@@ -241,7 +243,7 @@ def note(self: CudaRunner, was, becomes):
     text = f'{was} has no kernel on the GPU at this shape: such matrices are decoded and kept as {becomes}'
     if text not in self.notes: self.notes.append(text)
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #83aa1e34
+# %% ../../nbs/models/05_cuda_runner.ipynb #a5205e8c
 @patch
 def check_room(self: CudaRunner, plans, weights):
     "SparkinferError, with what is missing and what would fit, when the card's free memory is too small"
@@ -258,6 +260,17 @@ def check_room(self: CudaRunner, plans, weights):
     message = f'not enough memory on the GPU: {gigabytes(needed)} are needed ({gigabytes(matrices)} of weights, {gigabytes(each * self.num_pages)} of keys and values, {gigabytes(state * self.num_slots)} of states), {gigabytes(free)} of {gigabytes(total)} are free: {gigabytes(needed - free)} are missing'
     left = (free - fixed - state * (self.num_slots + 1)) // max(each, 1) - 1
     raise SparkinferError(message + (f'; {left * PAGE:,} tokens of keys and values would fit' if left > 0 and each else '; the weights alone do not fit' if fixed > free else ''))
+
+def device_free():
+    "Bytes of the card that nobody has taken"
+    return checked(driver().cuMemGetInfo(), 'asking for the free memory')[0]
+
+def device_bytes(weights):
+    "Bytes of the card that weights take, with the room that a step works in"
+    runner = CudaRunner()
+    runner.config = weights.config
+    runner.choose_kernels()
+    return sum(plan.nbytes for _, _, parts in runner.plan_weights(weights) for plan, _ in parts) + sum(runner.buffer_sizes().values()) + (256 << 20)
 
 @patch
 def layer_page_bytes(self: CudaRunner):
@@ -283,7 +296,7 @@ def buffer_sizes(self: CudaRunner):
         sizes |= dict(scores=4 * n * (c.num_experts + 1), ids=4 * n * K, shares=4 * n * K, jobs=4 * n * K * JOB_WORDS, middles=8 * n * K * I, halves=4 * n * K * I, parts=4 * n * K * H, others=4 * n * H, records_down=n * K * record_bytes((I + 31) // 32 * 32), middle=n * (K + 1) * record_bytes((I + 31) // 32 * 32))
     return sizes
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #bc455464
+# %% ../../nbs/models/05_cuda_runner.ipynb #620c5576
 @patch
 def make_room(self: CudaRunner):
     "Buffers, pages (one more than asked for), states (of one slot more), tables"
@@ -340,7 +353,7 @@ def place_weights(self: CudaRunner, plans, weights, progress):
         self.angles = floats(np.stack([np.cos(turns), np.sin(turns)], axis=2))
     if progress: progress(total, total)
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #0b68e18b
+# %% ../../nbs/models/05_cuda_runner.ipynb #783a8fb7
 @patch
 def send(self: CudaRunner, address, array):
     "Copy an array to the card, in order with the steps"
@@ -385,7 +398,7 @@ def read_state(self: CudaRunner, slot): return _read(self, self.state_parts, slo
 @patch
 def write_state(self: CudaRunner, slot, data): _write(self, self.state_parts, slot, data, self.num_slots, 'slot')
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #c2e45afd
+# %% ../../nbs/models/05_cuda_runner.ipynb #80150b85
 @patch
 def at(self: CudaRunner, name): return self.buffers[name].address
 
@@ -431,7 +444,7 @@ def make_floats(self: CudaRunner, n, columns, x, stage, x_stride=None, weight=0,
     else: return x
     return out
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #6520a770
+# %% ../../nbs/models/05_cuda_runner.ipynb #b3e6be85
 @patch
 def launch_rows(self: CudaRunner, n, runs, decode):
     "All layers over `n` rows in `runs` runs; decode: each row is a run"
@@ -459,7 +472,7 @@ def launch_head(self: CudaRunner, n, everything):
     self.multiply([(self.head, 0)], n, h, self.at('logits'), c.vocab_size, 'norm', weight=self.final_norm.address)
     largest_kernel.launch(n * PARTS, 128, self.at('logits'), self.at('found'), c.vocab_size, stream=self.stream, dependent=True)
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #a1a46d25
+# %% ../../nbs/models/05_cuda_runner.ipynb #4e5be23d
 @patch
 def launch_attention(self: CudaRunner, layer, n, width, decode):
     c, kv, stream, D = self.config, self.config.num_kv_heads, self.stream, self.config.head_dim
@@ -499,7 +512,7 @@ def launch_delta(self: CudaRunner, layer, n, runs, width, decode):
     if dv == 128: self.multiply(layer['out'], n, mixed, self.at('h'), c.hidden_size, 'gated', add=True, **gate)
     else: self.multiply(layer['out'], n, self.make_floats(n, values, mixed, 'gated', **gate), self.at('h'), c.hidden_size, 'quantize', add=True)
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #e864e7e6
+# %% ../../nbs/models/05_cuda_runner.ipynb #f1effd41
 @patch
 def launch_experts(self: CudaRunner, layer, n):
     c, H, I, E, K, stream, at, h = self.config, self.config.hidden_size, self.config.expert_size, self.config.num_experts, self.config.experts_per_token, self.stream, self.at, self.at('h')
@@ -536,7 +549,7 @@ def launch_experts(self: CudaRunner, layer, n):
         experts_kernel(down.kind.name, H, I, 1).launch(n * K * H, 32, down.addresses[0], at('ids'), at('halves'), at('parts'), stream=stream)
     add_parts_kernel(H, E, K, c.shared_size).launch(n * -(-H // 256), 256, at('parts'), at('others'), at('shares'), at('scores'), h, stream=stream, dependent=self.moe == 'jobs')
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #b8567306
+# %% ../../nbs/models/05_cuda_runner.ipynb #b567ecd9
 @patch
 def submit(self: CudaRunner, batch, sampling=None):
     "Compute a step; see `Runner.submit`. Tokens of plain greedy specs are found on the card, all others from logits on the host"
@@ -586,7 +599,7 @@ def mirror_tables(self: CudaRunner):
     self.mirrored = np.concatenate([self.block_tables, self.spare[None]])
     self.send(self.tables.address, self.mirrored)
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #6ec2e48e
+# %% ../../nbs/models/05_cuda_runner.ipynb #b0e1f4b8
 @patch
 def compute(self: CudaRunner, batch, rows, mine):
     "One piece. rows: of the batch; mine: which of these have outputs. → functions that give logits (outputs, vocab) and (tokens, fit) of them"
