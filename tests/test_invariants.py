@@ -2,6 +2,7 @@
 
 On a llama, a dense hybrid and a mixture-of-experts hybrid of tiny size, through the real engine, memory and CPU kernels, at temperature 1 with a seed, so that any other bit in the logits would soon show as another token.
 Lengths of prompts lie around the borders of pages (16) and chunks (64): 1, 2, 15 to 17, 63 to 65, 127 to 129."""
+import threading
 import numpy as np
 import pytest
 
@@ -57,7 +58,13 @@ def settled(engine):
     assert (stats['running'], stats['waiting'], stats['memory']['held_pages'], stats['memory']['free_slots']) == (0, 0, 0, engine.memory.num_slots)
 
 def answers(model, engine, order):
+    "What these prompts, all there before the first step, are answered"
+    hold = threading.Event()
+    holder = threading.Thread(target=engine.call, args=(hold.wait,))
+    holder.start()
     streams = {k: model.ask(engine, model.prompts[k]) for k in order}
+    hold.set()
+    holder.join()
     return {k: s.collect()[0].token_ids for k, s in streams.items()}
 
 @pytest.mark.parametrize('settings', [dict(), dict(cache=False), dict(step_rows=5, mixed_rows=3), dict(step_rows=64, mixed_rows=17), dict(slots=6, pages=24), dict(slots=3, pages=12, step_rows=33)],
