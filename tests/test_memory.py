@@ -2,7 +2,7 @@
 
 The toy model reads each position through the block table, so whatever memory gets wrong is a wrong token. Each token here is compared with the one that the same
 tokens give on a fresh runner without any cache. For a long search: `python tests/test_memory.py 5000`."""
-import sys, tempfile
+import subprocess, sys, tempfile
 from functools import lru_cache
 from pathlib import Path
 import numpy as np
@@ -384,6 +384,37 @@ def test_a_disk_that_fails_costs_time_and_nothing_else(recurrent, tmp_path):
     assert memory.stats()['damaged'] > 0
     spill.file.close()                                                                              # from now on every read and write fails
     for text in texts: Sequence(memory, text + [4]).run(new=2).close(); memory.check()
+
+SMALL_DISK = '''
+import resource, signal, sys, numpy as np
+from sparkinfer.memory.host_spill import HostSpill
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)                # from here on a write beyond the limit is an error, as on a full disk
+size = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (10 * size + 100, resource.RLIM_INFINITY))
+spill, data = HostSpill(100 * size, sys.argv[1]), [np.full(size, i, np.uint8) for i in range(20)]
+pieces = [spill.put(d, i) for i, d in enumerate(data)]
+def good(): return sum(bool((p.read() == d).all()) for p, d in zip(pieces, data) if p is not None)
+assert sum(p is not None for p in pieces) == 10 == good() and spill.failures == 10
+pieces[3].drop(); pieces[3] = spill.put(data[3], 3)          # a hole is no larger than what was there
+assert good() == 10
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert good() == 10 and spill.put(data[0], 0) is not None
+spill.close()
+'''
+
+@pytest.mark.parametrize('size', [512, 9000, 200_000])
+def test_a_full_disk_takes_nothing_with_it_that_was_kept(size, tmp_path):
+    "Fault: Python's buffer kept what the disk had refused, and each later read failed on it"
+    done = subprocess.run([sys.executable, '-c', SMALL_DISK, tmp_path, str(size)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+def test_no_room_to_spill_is_no_error(monkeypatch):
+    "Fault: the MemoryError of a copy that is only kept for speed ended the request"
+    spill = HostSpill(1000)
+    kept = spill.put(np.arange(9, dtype=np.uint8), 0)
+    def full(*args): raise MemoryError
+    monkeypatch.setattr(np, 'array', full)
+    assert spill.put(np.zeros(9, np.uint8), 1) is None and spill.failures == 1 and (len(spill), spill.nbytes) == (1, 9) and kept.read()[5] == 5
 
 def test_a_runner_that_fails_midway_leaves_the_counts_right():
     memory = build(recurrent=True)

@@ -29,21 +29,26 @@ class HostSpill:
     def __init__(self, budget_bytes: int, path=None):
         self.budget_bytes, self.nbytes, self.failures, self.gone = budget_bytes, 0, 0, lambda owner: None
         self._kept, self._holes, self._end = OrderedDict(), {}, 0        # holes: size -> offsets in the file
-        self.file = None if path is None else tempfile.TemporaryFile(dir=path, prefix='sparkinfer-spill-')
+        try: self.file = None if path is None else tempfile.TemporaryFile(dir=path, prefix='sparkinfer-spill-', buffering=0)
+        except OSError as error: raise SparkinferError(f'nothing can be spilled to {path}: {error.strerror or error}') from None
 
     def __len__(self): return len(self._kept)
     def __iter__(self): return iter(list(self._kept))
 
     def put(self, data: np.ndarray, owner) -> Spilled | None:
-        "Keep a copy of uint8 `data`; None when it is larger than the budget, or the disk refuses it"
+        "Keep a copy of uint8 `data`; None when it is larger than the budget, or memory or disk have no room for it"
         if len(data) > self.budget_bytes: return None
         while self.nbytes + len(data) > self.budget_bytes:
             oldest = next(iter(self._kept))
             self.drop(oldest)
             self.gone(oldest.owner)
         piece = Spilled(self, owner, len(data))
-        if self.file is None: piece.data = np.array(data, np.uint8)
-        elif not self._write(piece, data): return None
+        try:
+            if self.file is None: piece.data = np.array(data, np.uint8)
+            else: self._write(piece, data)
+        except (OSError, ValueError, MemoryError):                           # the second: the file is closed
+            self.failures += 1
+            return None
         self._kept[piece] = None
         self.nbytes += piece.nbytes
         return piece
@@ -72,23 +77,18 @@ from fastcore.basics import patch
 @patch
 def _write(self: HostSpill, piece, data):
     holes = self._holes.get(piece.nbytes)
-    offset = holes.pop() if holes else self._end
-    try:
-        self.file.seek(offset)
-        self.file.write(memoryview(np.ascontiguousarray(data)))
-        self.file.flush()
-    except (OSError, ValueError):                                        # the second: the file is closed
-        self.failures += 1
-        if offset < self._end: self._holes[piece.nbytes].append(offset)
-        return False
+    offset, rest = holes[-1] if holes else self._end, memoryview(np.ascontiguousarray(data))
+    self.file.seek(offset)
+    while len(rest): rest = rest[self.file.write(rest):]                     # one write may take a part only, as when the disk has no room for the whole
+    if holes: holes.pop()
     piece.offset, piece.check, self._end = offset, zlib.crc32(data), max(self._end, offset + piece.nbytes)
-    return True
 
 @patch
 def _load(self: HostSpill, piece):
     try:
+        data, done = np.empty(piece.nbytes, np.uint8), 0
         self.file.seek(piece.offset)
-        data = np.frombuffer(self.file.read(piece.nbytes), np.uint8)
-    except (OSError, ValueError) as error: raise Lost(f'the spill file cannot be read: {error}') from None
-    if len(data) != piece.nbytes or zlib.crc32(data) != piece.check: raise Lost('the spill file gives other bytes than were written to it')
+        while n := self.file.readinto(memoryview(data)[done:]): done += n
+    except (OSError, ValueError, MemoryError) as error: raise Lost(f'the spill file cannot be read: {error}') from None
+    if done != piece.nbytes or zlib.crc32(data) != piece.check: raise Lost('the spill file gives other bytes than were written to it')
     return data
