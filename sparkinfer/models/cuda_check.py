@@ -7,7 +7,7 @@ __all__ = ['FAMILIES', 'SYNTHETIC', 'in_floats', 'tiny', 'feed', 'worst', 'check
            'check_company', 'check_faults', 'synthetic', 'check_shape_of', 'time_decode', 'bench', 'checks', 'main',
            'small_hybrid', 'simulate']
 
-# %% ../../nbs/models/05_cuda_check.ipynb #1779ca85
+# %% ../../nbs/models/05_cuda_check.ipynb #18220cfc
 import argparse, json, sys, tempfile, time
 from pathlib import Path
 import numpy as np
@@ -23,7 +23,7 @@ from .weights import Weights
 from ..ops.attention import PAGE
 from ..ops.sampling import SampleSpec, SamplingError
 
-# %% ../../nbs/models/05_cuda_check.ipynb #2c17e09d
+# %% ../../nbs/models/05_cuda_check.ipynb #aabafe42
 FAMILIES = ('llama', 'qwen3', 'qwen3_moe', 'qwen3_next', 'qwen3_5-r1', 'qwen3_5-r2', 'qwen3_5-r3', 'qwen3_5_moe')
 SYNTHETIC = {'tiny-llama': None, 'tiny-qwen3': None, 'tiny-qwen3moe': None, 'tiny-qwen3next': None, 'tiny-qwen35': None, 'tiny-qwen35moe': None, 'small-qwen35': 4, 'small-qwen35moe': 4}      # shape: layers
 
@@ -48,7 +48,7 @@ def worst(logits, reference):
     assert logits.shape == reference.shape and logits.dtype == np.float32 and np.isfinite(logits).all(), 'a shape, a type or a number is wrong'
     return float((np.linalg.norm(logits - reference, axis=-1) / np.linalg.norm(reference, axis=-1)).max())
 
-# %% ../../nbs/models/05_cuda_check.ipynb #0402cc98
+# %% ../../nbs/models/05_cuda_check.ipynb #a12c5c90
 def check_references(name, folder, kv='f32', limit=1e-3):
     weights, record = tiny(name, folder)
     runner, errors = CudaRunner(kv_type=kv).load(weights, max_context=144, num_slots=2), []
@@ -65,7 +65,7 @@ def check_references(name, folder, kv='f32', limit=1e-3):
     assert max(errors) < limit, f'relative error {max(errors):.1e}'
     return f'relative error {max(errors):.1e}'
 
-# %% ../../nbs/models/05_cuda_check.ipynb #282b6242
+# %% ../../nbs/models/05_cuda_check.ipynb #87effedd
 def poisoned(kv, weights, num_slots=3, max_context=144, spare=30):
     "A runner whose pages and states are NaN in every number and whose tables are a permutation, and its free pages"
     runner, each = CudaRunner(kv_type=kv), -(-max_context // PAGE)
@@ -111,7 +111,7 @@ def check_memory(name, folder, kv='f16'):
         raise AssertionError('a page, slot or size that does not exist was taken')
     return f'{runner.num_pages} pages of {runner.page_bytes} bytes, states of {runner.state_bytes}'
 
-# %% ../../nbs/models/05_cuda_check.ipynb #c39a9400
+# %% ../../nbs/models/05_cuda_check.ipynb #721b64eb
 def check_company(weights, ids, kv='f16', steps=6, limit=1e-3, count=32):
     "Prompts of 1 … `count` tokens, then `steps` tokens each, all in the same steps; against each alone"
     runner = CudaRunner(kv_type=kv).load(weights, max_context=count + steps + 16, num_slots=count + 1)
@@ -158,7 +158,7 @@ def check_faults(weights, ids):
     assert isinstance(drawn.errors[0], SamplingError) and drawn.tokens[2] == done.tokens[1] and np.isfinite(drawn.logprobs[2]) and len(drawn.top[2][0]) == 2
     return 'NaN in one row of three'
 
-# %% ../../nbs/models/05_cuda_check.ipynb #334024fc
+# %% ../../nbs/models/05_cuda_check.ipynb #5e082639
 def synthetic(shape, layers, folder):
     from sparkinfer.models.synthetic import synth
     path = Path(folder)/f'{shape}.gguf'
@@ -186,7 +186,7 @@ def check_shape_of(shape, layers, kv='f16', limit=.06, limit_floats=4e-3):
             if shape == 'small-qwen35moe': break                                     # 3 GB of floats
     return 'relative error ' + '; '.join(said)
 
-# %% ../../nbs/models/05_cuda_check.ipynb #1c9ccce3
+# %% ../../nbs/models/05_cuda_check.ipynb #ef44d030
 def time_decode(runner, sequences, position, steps=40):
     "Median seconds of a greedy step of `sequences` sequences that hold `position` tokens"
     tokens, seconds = np.arange(sequences) + 5, []
@@ -202,6 +202,7 @@ def time_decode(runner, sequences, position, steps=40):
 def bench(layers, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, ready=lambda: None):
     "Make the model, load it, wait for `ready()`, time it"
     from sparkinfer.cuda.check import gpu_record
+    from sparkinfer.cuda.graphs import replay_seconds
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         weights = synthetic(shape, layers, folder)
@@ -212,7 +213,8 @@ def bench(layers, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, rea
         ready()
         for sequences, position in ((1, 128), (1, 4096), (4, 1024), (16, 1024), (32, 1024)):
             took = time_decode(runner, sequences, position)
-            rows.append(dict(sequences=sequences, position=position, milliseconds=round(took * 1e3, 3), tokens_a_second=round(sequences / took, 1)))
+            device = float(np.median(replay_seconds(runner.graphs[sequences, sequences, sequences, True])))
+            rows.append(dict(sequences=sequences, position=position, device_milliseconds=round(device * 1e3, 3), milliseconds=round(took * 1e3, 3), tokens_a_second=round(sequences / took, 1)))
             print(rows[-1], flush=True)
         runner.reset(0)
         prompt = np.random.default_rng(0).integers(0, weights.config.vocab_size, 1024)
@@ -223,13 +225,13 @@ def bench(layers, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, rea
             runner.reset(0)
         size = weights.nbytes
         runner.close()
-    table = text_table(['sequences', 'at position', 'ms', 'tok/s'], [list(map(str, r.values())) for r in rows])
+    table = text_table(['sequences', 'at position', 'ms on the card', 'ms', 'tok/s'], [list(map(str, r.values())) for r in rows])
     return report(f'cuda-runner-{shape}', f'{table}\nprompt of 1024 tokens: {1024 / read:.0f} tok/s', dict(shape=shape, layers=weights.config.num_layers, kv_type=kv, weight_bytes=size, load_seconds=round(loaded, 1), prompt_tokens_a_second=round(1024 / read, 1), results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
 
-# %% ../../nbs/models/05_cuda_check.ipynb #ee184c8d
+# %% ../../nbs/models/05_cuda_check.ipynb #a141ec9e
 def checks(folder, families, shapes):
     "[(what, function)]"
-    found = [(f'{name}, kv {kv}', lambda name=name, kv=kv, limit=limit: check_references(name, folder, kv, limit)) for name in families for kv, limit in (('f32', 1e-3), ('f16', 3e-3))]
+    found = [(f'{name}, kv {kv}', lambda name=name, kv=kv, limit=limit: check_references(name, folder, kv, limit)) for name in families for kv, limit in (('f32', 1e-3), ('f16', 1e-2))]
     found += [(f'memory of {name}, kv {kv}', lambda name=name, kv=kv: check_memory(name, folder, kv)) for name in families if name in ('llama', 'qwen3_5-r2', 'qwen3_5_moe') for kv in ('f16', 'int8')]
     found += [(f'32 of {name}', lambda name=name: check_company(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)))) for name in families if name in ('llama', 'qwen3_5_moe')]
     found += [('a fault', lambda: check_faults(*(lambda w, r: (w, r['ids']))(*tiny('qwen3_5_moe', folder))))] if 'qwen3_5_moe' in families else []
@@ -259,7 +261,7 @@ def main(argv=None):
 
 if getattr(globals().get('__spec__'), 'name', None) == 'sparkinfer.models.cuda_check' and __name__ == '__main__': sys.exit(main())
 
-# %% ../../nbs/models/05_cuda_check.ipynb #c8654050
+# %% ../../nbs/models/05_cuda_check.ipynb #08add9bc
 def small_hybrid(seed=0):
     "Weights of noise: a delta layer with experts, an attention layer with a gate and a dense feed-forward"
     from sparkinfer.models.weights import tensor_shapes

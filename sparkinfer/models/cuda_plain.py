@@ -8,7 +8,7 @@ __all__ = ['STAMP', 'swiglu_kernel', 'pick_kernel', 'KV_BYTES', 'PARTS', 'larges
            'choose_kernel', 'delta_kernel', 'heads_kernel', 'attention_kernel', 'plain_largest', 'largest_of',
            'plain_kernels']
 
-# %% ../../nbs/models/05_cuda_plain.ipynb #57ec43b6
+# %% ../../nbs/models/05_cuda_plain.ipynb #6487d4e7
 import hashlib, math
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..cuda.moe_routing import ordered
 from ..cuda.ptx import (SIMULATED, as_float, bits_and, byte_permute, floats_to_halves, halves_to_floats, launch_dependents, load16, load_f32, load_u32, round_to_int, shift_left, shift_right, shuffle_xor, store_f32, store_u32,
                                  wait_for_previous, warp_max, warp_max_word, warp_min_word, warp_sum)
 
-# %% ../../nbs/models/05_cuda_plain.ipynb #063273bd
+# %% ../../nbs/models/05_cuda_plain.ipynb #53b60fb6
 def fingerprint():
     "Ten digits that change with this module's text; '' in a notebook"
     path = globals().get('__file__')
@@ -33,7 +33,7 @@ def kernel(function, pointers, numbers, *made_of):
     "A `Kernel` of `pointers` addresses, then `numbers` int32, named after the function and what it was made of"
     return Kernel(function, *[types.int64] * pointers, *[types.int32] * numbers, name='_'.join(map(str, (function.__name__, *made_of, STAMP))))
 
-# %% ../../nbs/models/05_cuda_plain.ipynb #7d72c382
+# %% ../../nbs/models/05_cuda_plain.ipynb #a890abc1
 @lru_cache(None)
 def norm_kernel(columns, eps):
     "RMSNorm of rows. Arguments: x, weight, out; x_stride, out_stride (floats). A block of 32 threads for each row"
@@ -84,7 +84,7 @@ def plain_pick(x, which, out, columns):
 
 pick_kernel = kernel(plain_pick, 3, 1)              # (x, which rows (int32), out; columns), a block for each row wanted
 
-# %% ../../nbs/models/05_cuda_plain.ipynb #738c118d
+# %% ../../nbs/models/05_cuda_plain.ipynb #869347bf
 @lru_cache(None)
 def four_of(kind):
     "A device function (address of the first number, place of four) → four floats. kind: 'F32', 'BF16', 'F16'"
@@ -134,7 +134,7 @@ def experts_kernel(kind, rows, columns, shared_by):
         if cuda.threadIdx.x == 0: store_f32(y + 4 * (pair * rows + row), total)
     return kernel(plain_experts, 4, 0, kind, rows, columns, shared_by)
 
-# %% ../../nbs/models/05_cuda_plain.ipynb #d6ad8ddf
+# %% ../../nbs/models/05_cuda_plain.ipynb #be8baaf6
 @lru_cache(None)
 def choose_kernel(experts, chosen, normalise):
     "Softmax, the best `chosen`, their weights. Arguments: scores (rows, experts + 1), ids (rows, chosen) int32, weights (rows, chosen). A block of one thread for each row"
@@ -160,7 +160,7 @@ def choose_kernel(experts, chosen, normalise):
         for r in range(chosen): store_f32(weights + 4 * (row * chosen + r), load_f32(weights + 4 * (row * chosen + r)) / everything)
     return kernel(plain_choose, 3, 0, experts, chosen, int(normalise))
 
-# %% ../../nbs/models/05_cuda_plain.ipynb #650a018d
+# %% ../../nbs/models/05_cuda_plain.ipynb #dd57a4e2
 @lru_cache(None)
 def delta_kernel(key_heads, value_heads, key_dim, value_dim, tiled, eps=1e-6):
     """As `delta_rows_kernel`. Arguments: y (rows, channels) convolved, x (rows, x_stride) with a and b, decay, dt, state, slots, firsts, counts, positions of each run (int32), out (rows, Hv · value_dim); x_stride, place of a, place of b.
@@ -197,7 +197,7 @@ def delta_kernel(key_heads, value_heads, key_dim, value_dim, tiled, eps=1e-6):
             store_f32(out + 4 * (((first + t) * value_heads + head) * value_dim + column), answer)
     return kernel(plain_delta, 10, 3, key_heads, value_heads, key_dim, value_dim, int(tiled), eps)
 
-# %% ../../nbs/models/05_cuda_plain.ipynb #e74d01a4
+# %% ../../nbs/models/05_cuda_plain.ipynb #f4ee9863
 KV_BYTES = {'f32': 4, 'f16': 2, 'int8': 1}
 
 @lru_cache(None)
@@ -260,7 +260,7 @@ def heads_kernel(heads, kv_heads, head_dim, rope_dim, gated, normed, eps, kv):
             store_u32(pages + at, word)
     return kernel(plain_heads, 12, 2, heads, kv_heads, head_dim, rope_dim, int(gated), int(normed), eps, kv)
 
-# %% ../../nbs/models/05_cuda_plain.ipynb #f7c4b5a5
+# %% ../../nbs/models/05_cuda_plain.ipynb #e0f6902b
 @lru_cache(None)
 def attention_kernel(heads, kv_heads, head_dim, gated, kv):
     "Arguments: queries of `heads_kernel`, x (for the gates), key pages, value pages, their scales, slots, table, positions, out (rows, heads · head_dim); x_stride, table_stride. A block of head_dim threads for each head of each row"
@@ -306,7 +306,7 @@ def attention_kernel(heads, kv_heads, head_dim, gated, kv):
         store_f32(out + 4 * ((row * heads + head) * head_dim + element), answer)
     return kernel(plain_attention, 10, 2, heads, kv_heads, head_dim, int(gated), kv)
 
-# %% ../../nbs/models/05_cuda_plain.ipynb #2e0b08ec
+# %% ../../nbs/models/05_cuda_plain.ipynb #1f8118e7
 PARTS = 2 if SIMULATED else 64          # of a row of logits
 
 def plain_largest(logits, found, vocabulary):
@@ -316,10 +316,12 @@ def plain_largest(logits, found, vocabulary):
     row, part, warp = np.int64(cuda.blockIdx.x) // PARTS, np.int64(cuda.blockIdx.x) % PARTS, cuda.threadIdx.x >> 5
     best, number = np.uint32(0), np.uint32(0xffffffff)
     wait_for_previous()
-    for i in range(part * cuda.blockDim.x + cuda.threadIdx.x, vocabulary, PARTS * cuda.blockDim.x):
-        value = load_f32(logits + 4 * (row * vocabulary + i))
-        word = np.uint32(0xffffffff) if value != value else ordered(value)
-        if word > best: best, number = word, np.uint32(i)
+    held, step = cuda.local.array(8, np.float32), PARTS * cuda.blockDim.x
+    for first in range(part * cuda.blockDim.x + cuda.threadIdx.x, vocabulary, 8 * step):
+        for j in range(8): held[j] = load_f32(logits + 4 * (row * vocabulary + min(first + j * step, np.int64(vocabulary - 1))))     # eight requests, then the first use
+        for j in range(8):
+            word = np.uint32(0xffffffff) if held[j] != held[j] else ordered(held[j])
+            if word > best and first + j * step < vocabulary: best, number = word, np.uint32(first + j * step)
     top = warp_max_word(best)
     lowest = warp_min_word(number if best == top else np.uint32(0xffffffff))
     if cuda.threadIdx.x & 31 == 0: words[warp], numbers[warp] = top, lowest
@@ -340,7 +342,7 @@ def largest_of(found):
     infinite, nothing = np.uint32(0xff800000), np.uint32(0x007fffff)                # `ordered` words of +inf and −inf
     return tokens, (best[:, 0] < infinite) & (best[:, 0] > nothing)
 
-# %% ../../nbs/models/05_cuda_plain.ipynb #0e2b8f71
+# %% ../../nbs/models/05_cuda_plain.ipynb #2bf8163f
 def plain_kernels():
     "One of each, for the tests"
     return [norm_kernel(64, 1e-6), gated_norm_kernel(4, 16, 1e-6), swiglu_kernel, pick_kernel, *(embed_floats_kernel(kind, 64) for kind in ('F32', 'BF16', 'F16')), *(experts_kernel(kind, 64, 64, 2) for kind in ('F32', 'BF16', 'F16')),
