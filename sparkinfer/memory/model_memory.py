@@ -51,7 +51,7 @@ class ModelMemory:
         self.kv, self.slots, self.leases = PagedKV(runner.num_pages), StatePool(runner.num_slots), {}
         self.fingerprint = getattr(runner, 'fingerprint', None) if fingerprint is None else fingerprint
         self.cache = PrefixCache(self.kv, self.recurrent, (1 << 30) if snapshot_bytes is None else snapshot_bytes, spill, runner.read_page)
-        self.enabled, self.counts, self._files = prefix_cache, dict(hits=0, misses=0, hit_tokens=0), []
+        self.enabled, self.counts, self._files = prefix_cache, dict(hits=0, misses=0, hit_tokens=0, publish_faults=0), []
 
     @property
     def num_slots(self): return self.slots.num_slots
@@ -80,7 +80,7 @@ def open(self: ModelMemory, tokens, marks=()) -> Lease | None:
     None, taking nothing, when there is no slot, or not room for `tokens` and one page more. ValueError for more tokens than a sequence can ever hold."""
     if not 0 < len(tokens) <= self.capacity: raise ValueError(f'{len(tokens)} tokens: a sequence has at least one, and here is room for {self.capacity}')
     if not self.slots.free: return None
-    data, limit = encode(tokens), len(tokens) - 1 if self.enabled else 0
+    data, marks, limit = encode(tokens), [int(m) for m in marks], len(tokens) - 1 if self.enabled else 0
     while True:
         found = self.cache.match(data[:limit * WIDTH])
         try: lease = self._begin(data, found)
@@ -90,7 +90,7 @@ def open(self: ModelMemory, tokens, marks=()) -> Lease | None:
         limit = found.position // PAGE * PAGE              # the page that would have been copied is the one that is missing
     if self.recurrent:
         discovered = {found.common} if found.common - found.position >= PAGE else set()
-        lease.stops = sorted({int(m) for m in marks if lease.cached < m <= len(tokens)} | discovered)
+        lease.stops = sorted({m for m in marks if lease.cached < m <= len(tokens)} | discovered)
     if self.enabled: self.counts['hits' if lease.cached else 'misses'] += 1
     self.counts['hit_tokens'] += lease.cached
     return lease
@@ -122,10 +122,10 @@ def _begin(self: ModelMemory, data, found):
         runner.reset(slot)
         if found.position: runner.set_length(slot, found.position)
         if state is not None: runner.write_state(slot, state)
+        if found.position: self.cache.touch(tail or lease.node, found.snapshot)
     except BaseException:
         self._release(lease)
         raise
-    if found.position: self.cache.touch(tail or lease.node, found.snapshot)
     return lease
 
 # %% ../../nbs/memory/04_model_memory.ipynb #c914c8b9
@@ -188,9 +188,16 @@ def _publish(self: ModelMemory, lease, data, blocks):
 # %% ../../nbs/memory/04_model_memory.ipynb #d3b691db
 @patch
 def checkpoint(self: ModelMemory, lease: Lease, tokens):
-    "The slot holds exactly `tokens`: publish their whole pages and, for models with recurrent layers, what is needed to go on from just here"
+    """The slot holds exactly `tokens`: publish their whole pages and, for models with recurrent layers, what is needed to go on from just here.
+    What fails on the way is counted, not raised."""
     if len(tokens) != lease.length: raise ValueError(f'slot {lease.slot} holds {lease.length} positions, not the {len(tokens)} of this checkpoint')
-    if self.enabled: self._publish_all(lease, encode(tokens), self.recurrent, copy=True)
+    if self.enabled: self._offer(lease, encode(tokens), self.recurrent, copy=True)
+
+@patch
+def _offer(self: ModelMemory, *args, **kwargs):
+    "`_publish_all`, whose failure is no failure of the sequence: what is not published is computed again by whoever asks for it"
+    try: self._publish_all(*args, **kwargs)
+    except Exception: self.counts['publish_faults'] += 1
 
 @patch
 def _publish_all(self: ModelMemory, lease, data, snapshot, copy):
@@ -202,14 +209,13 @@ def _publish_all(self: ModelMemory, lease, data, snapshot, copy):
     if not data or rest and self.recurrent and not snapshot: return
     node, key = (lease.node, data[-rest:]) if rest else (lease.node.parent, lease.node.key)
     if rest and node.cover(key) is None:
-        page = lease.pages[blocks:blocks + 1]
-        if copy:
-            if (page := self._take(1)) is None: return
-            if blocks and node.page < 0: return self.kv.drop(page)             # making room cost the block before it
-            self.runner.copy_page(lease.pages[blocks], page[0])
-        tail = self.cache.insert(node, key, page[0])
-        if copy: self.kv.drop(page)
-        self.cache.touch(tail)
+        if (page := self._take(1) if copy else lease.pages[blocks:blocks + 1]) is None: return
+        try:
+            if blocks and node.page < 0: return                                # making room cost the block before it
+            if copy: self.runner.copy_page(lease.pages[blocks], page[0])
+            self.cache.touch(self.cache.insert(node, key, page[0]))
+        finally:
+            if copy: self.kv.drop(page)
     if snapshot and key not in node.snapshots: self.cache.add_snapshot(node, key, self.runner.read_state(lease.slot))
     if snapshot and key in node.snapshots: self.cache.snapshots.touch(node.snapshots[key])
 
@@ -224,24 +230,28 @@ def fork(self: ModelMemory, lease: Lease, tokens) -> Lease | None:
     blocks = length // PAGE
     fresh = self._take(1) if length % PAGE else []
     if fresh is None: return None
-    if fresh: self.runner.copy_page(lease.pages[blocks], fresh[0])
     self.kv.hold(lease.pages[:blocks])
     slot, pages = self.slots.take(), lease.pages[:blocks] + fresh
-    self.runner.block_tables[slot, :len(pages)] = pages
-    self.runner.reset(slot)
-    self.runner.set_length(slot, length)
-    if self.recurrent: self.runner.copy_state(lease.slot, slot)
     child = self.leases[slot] = Lease(slot, lease.cached, [], self.runner.lengths, pages, lease.prompt, lease.node, lease.blocks)
+    try:
+        if fresh: self.runner.copy_page(lease.pages[blocks], fresh[0])
+        self.runner.block_tables[slot, :len(pages)] = pages
+        self.runner.reset(slot)
+        self.runner.set_length(slot, length)
+        if self.recurrent: self.runner.copy_state(lease.slot, slot)
+    except BaseException:
+        self._release(child)
+        raise
     return child
 
 @patch
 def close(self: ModelMemory, lease: Lease, tokens, publish=True):
     """The sequence ends: publish what it computed, `tokens[:lease.length]`, and give back slot and pages.
-    `publish` False after a fault, when the memory is not to be trusted."""
+    `publish` False after a fault, when the memory is not to be trusted. A failure to publish is counted, not raised."""
     if self.leases.get(lease.slot) is not lease: raise ValueError(f'the lease of slot {lease.slot} was closed before')
     try:
         length = min(lease.length, len(tokens))
-        if publish and self.enabled and length: self._publish_all(lease, encode(tokens[:length]), self.recurrent and length == lease.length, copy=False)
+        if publish and self.enabled and length: self._offer(lease, encode(tokens[:length]), self.recurrent and length == lease.length, copy=False)
     finally: self._release(lease)
 
 @patch

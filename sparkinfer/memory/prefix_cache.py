@@ -92,7 +92,7 @@ class PrefixCache:
         self.root, self.snapshots = Node(None, b''), Snapshots(snapshot_bytes, self.leave_snapshot)
         self.nodes, self.pages = 0, bytearray(kv.num_pages)                    # how many nodes; 1 for each page that the tree holds
         self._heap, self._clock, self._order = [], 0, count()
-        self.counts = dict(evictions=0, snapshot_evictions=0, spills=0, restores=0, damaged=0)
+        self.counts = dict(evictions=0, snapshot_evictions=0, spills=0, spill_faults=0, restores=0, damaged=0)
         if spill is not None: spill.gone = self.host_gone
 
     @property
@@ -227,10 +227,17 @@ def evict(self: PrefixCache, wanted: int) -> int:
     return freed
 
 @patch
+def _put_away(self: PrefixCache, owner, read):
+    "A copy in the spill, if there is one and the owner has none. Failing costs the copy, not whoever needs the room."
+    if owner.host is not None or self.spill is None: return
+    try: owner.host = self.spill.put(read(), owner)
+    except Exception: self.counts['spill_faults'] += 1
+    self.counts['spills'] += owner.host is not None
+
+@patch
 def _evict(self: PrefixCache, node) -> bool:
     "A leaf loses its page: to the spill, if there is one; whether the page became free"
-    if node.host is None and self.spill is not None and (host := self.spill.put(self.read_page(node.page), node)):
-        node.host, self.counts['spills'] = host, self.counts['spills'] + 1
+    self._put_away(node, lambda: self.read_page(node.page))
     page = node.page
     free = self.take_page(node)
     self.counts['evictions'] += free
@@ -252,8 +259,7 @@ def add_snapshot(self: PrefixCache, parent: Node, key: bytes, data) -> bool:
 def leave_snapshot(self: PrefixCache, snapshot):
     "No room in memory any more: to the spill, or away"
     parent, key = snapshot.place
-    if snapshot.host is None and self.spill is not None and (host := self.spill.put(snapshot.data, snapshot)):
-        snapshot.host, self.counts['spills'] = host, self.counts['spills'] + 1
+    self._put_away(snapshot, lambda: snapshot.data)
     self.counts['snapshot_evictions'] += 1
     snapshot.data = None
     if snapshot.host is None or parent.snapshots.get(key) is not snapshot: self.remove_snapshot(snapshot)   # the second: its page went to make room for it
