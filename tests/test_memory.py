@@ -2,14 +2,14 @@
 
 The toy model reads each position through the block table, so whatever memory gets wrong is a wrong token. Each token here is compared with the one that the same
 tokens give on a fresh runner without any cache. For a long search: `python tests/test_memory.py 5000`."""
-import subprocess, sys, tempfile
+import os, subprocess, sys, tempfile
 from functools import lru_cache
 from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from sparkinfer.errors import FormatError, UnsupportedError
+from sparkinfer.errors import FormatError, SparkinferError, UnsupportedError
 from sparkinfer.memory.host_spill import HostSpill
 from sparkinfer.memory.model_memory import ModelMemory, weights_fingerprint
 from sparkinfer.models.forward import Batch
@@ -580,6 +580,55 @@ def test_a_damaged_file_does_no_harm(recurrent, tmp_path):
         assert Sequence(victim, words(44, 8) + [1]).lease.cached == 44
         victim.check()
     assert 10 < refused < len(spoiled)
+
+SPARSE = '''
+import resource, sys; sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from test_memory import build
+from sparkinfer.errors import SparkinferError
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+with open(sys.argv[2], 'wb') as file: file.write((1000).to_bytes(8, 'little') + b'{'); file.truncate(1 << 40)
+try: build().load(sys.argv[2])
+except SparkinferError as error: print('refused:', error)
+'''
+
+def test_what_is_no_readable_file_is_one_line_and_no_oserror(tmp_path):
+    "Fault: raw OSErrors for a folder, for nothing, and for a huge file of holes, which was mapped as a whole. A pipe would have been waited for"
+    memory = build()
+    memory.save(tmp_path/'cache')
+    os.mkfifo(tmp_path/'pipe')
+    (tmp_path/'loop').symlink_to(tmp_path/'loop')
+    for name, said in (('', 'is not a file'), ('pipe', 'is not a file'), ('nope', 'No such file'), ('loop', 'symbolic links'), ('cache/x', 'Not a directory')):
+        with pytest.raises(SparkinferError, match=said) as caught: memory.load(tmp_path/name)
+        assert '\n' not in str(caught.value)
+    for place in ('no/such/folder', 'cache/x', ''):
+        with pytest.raises(SparkinferError, match='cannot be written'): memory.save(tmp_path/place if place else tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['cache', 'loop', 'pipe']
+    done = subprocess.run([sys.executable, '-c', SPARSE, Path(__file__).parent, tmp_path/'sparse'], capture_output=True, text=True)
+    assert done.stdout.startswith('refused:'), done.stderr[-500:]
+
+def test_a_length_without_axes_is_refused(tmp_path):
+    "Fault: IndexError. With one block, a scalar has as many bytes as the list that belongs there"
+    memory = build()
+    Sequence(memory, words(3)).run().close()
+    memory.save(tmp_path/'cache')
+    data = (tmp_path/'cache').read_bytes()
+    at = data.index(b'"block_lengths"')
+    where = data.index(b'[1]', at)
+    (tmp_path/'cache').write_bytes(data[:where] + b'[ ]' + data[where + 3:])
+    with pytest.raises(FormatError, match='is not I32'): build().load(tmp_path/'cache')
+
+def test_a_saved_file_is_closed_with_the_last_page_that_lies_in_it(tmp_path):
+    "Fault: each load kept its file open until the process ended"
+    def still_open(): return sum(os.path.realpath(f'/proc/self/fd/{n}').startswith(str(tmp_path)) for n in os.listdir('/proc/self/fd'))
+    memory = build()
+    talk(memory)
+    memory.save(tmp_path/'cache')
+    again = build()
+    again.load(tmp_path/'cache'), again.load(tmp_path/'cache')
+    assert still_open() == 1                                                                        # the second one brought nothing new
+    again.clear()
+    assert still_open() == 0
 
 def test_a_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
     memory = build()
