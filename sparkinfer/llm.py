@@ -6,10 +6,11 @@
 __all__ = ['SAMPLING_KEYS', 'KV_BYTES', 'RUNNERS', 'WORKSPACE', 'Parts', 'recommended', 'open_model', 'RunnerKind', 'runner_kind',
            'kv_bytes', 'state_bytes', 'side_bytes', 'gigabytes', 'choose_context', 'MemorySettings', 'Capacity',
            'choose_capacity', 'Progress', 'Timings', 'Completion', 'Answer', 'load_runner', 'no_numbers', 'warm_up',
-           'split_settings', 'load_engine', 'LLM', 'close_parts', 'Conversation', 'type_mix']
+           'split_settings', 'check_cache_file', 'read_cache_file', 'load_engine', 'LLM', 'close_parts', 'Conversation',
+           'type_mix']
 
 # %% ../nbs/10_llm.ipynb #653c3edc
-import sys, time
+import sys, tempfile, time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -336,27 +337,54 @@ def split_settings(settings):
     settings = dict(settings)
     return take(MemorySettings), take(EngineLimits), settings
 
+def check_cache_file(path):
+    "SparkinferError when the prefix cache could not be written to `path` at the end, or would there replace a file of another kind: better known before an hour of work than after"
+    from sparkinfer.memory.model_memory import SavedFile, read_places
+    folder = path.absolute().parent
+    try:
+        if path.exists() and not path.is_file(): raise SparkinferError(f'cache_file: {path} is not a file')
+        with tempfile.TemporaryFile(dir=folder): pass
+    except OSError as error: raise SparkinferError(f'cache_file: nothing can be written to {folder}: {error.strerror or error}') from None
+    if not path.exists(): return
+    file = SavedFile(path)
+    try: other = file[:4] == b'GGUF' or 'block_tokens' not in read_places(file, path)[0]
+    except (FormatError, OSError): return                                     # damaged, which the one who reads it will say
+    if other: raise SparkinferError(f'cache_file: {path} is a file of another kind, and the prefix cache would replace it: give another name')
+
+def read_cache_file(memory, path, progress):
+    "What is saved there into `memory`. A file that cannot be used, of another model or damaged, costs one line to the user and not the model."
+    memory._identity()                                                        # UnsupportedError now, and not when it is to be written
+    if not path.exists(): return
+    try: memory.load(path)
+    except SparkinferError as error:
+        progress.say_once('cache', ('\r\x1b[K' if progress.terminal else '') + f'the prefix cache starts empty, and its file is written anew at the end: {error}')
+
 def load_engine(parts, context=None, threads=None, runner='auto', progress=None, **settings):
     """An `Engine` around a runner that has loaded `parts`, and the number of its threads. settings: those of `MemorySettings` and `EngineLimits`, and sampling parameters, which overrule the model file's.
     Closes `parts` if it fails."""
+    from contextlib import ExitStack
     from sparkinfer.engine.engine import Engine
     from sparkinfer.engine.request import EngineDefaults
     from sparkinfer.measure.speed import memory_available
     from sparkinfer.memory.host_spill import HostSpill
     from sparkinfer.memory.model_memory import ModelMemory, weights_fingerprint
-    try:
+    with ExitStack() as undo:                                                 # what is here when something fails is closed, the last first
+        undo.callback(parts.checkpoint.close)
         memory, limits, defaults = split_settings(settings)
         chosen = EngineDefaults.from_metadata(recommended(parts.checkpoint.metadata), **defaults)
-        loaded, room, threads = load_runner(parts, context, threads, runner, progress, memory)
-        snapshots = memory_available() // 4 if memory.snapshot_mb is None else int(memory.snapshot_mb * 1e6)
+        file = Path(memory.cache_file) if memory.cache_file else None
+        if file: check_cache_file(file)
+        fingerprint = weights_fingerprint(parts.weights) if file else None
         spill = HostSpill(int(memory.spill_mb * 1e6), memory.spill_folder) if memory.spill_mb else None
-        kept = ModelMemory(loaded, not memory.no_prefix_cache, snapshots, spill, fingerprint=weights_fingerprint(parts.weights) if memory.cache_file else None)
-        if memory.cache_file and Path(memory.cache_file).exists(): kept.load(memory.cache_file)
-    except BaseException:
-        parts.checkpoint.close()
-        raise
-    engine = Engine(loaded, parts.tokenizer, parts.template, chosen, limits=limits, memory=kept, name=parts.name, cache_file=memory.cache_file)
-    engine.capacity = room
+        if spill is not None: undo.callback(spill.close)
+        loaded, room, threads = load_runner(parts, context, threads, runner, progress, memory)
+        undo.callback(loaded.close)
+        snapshots = memory_available() // 4 if memory.snapshot_mb is None else int(memory.snapshot_mb * 1e6)
+        kept = ModelMemory(loaded, not memory.no_prefix_cache, snapshots, spill, fingerprint=fingerprint)
+        if file: read_cache_file(kept, file, progress or Progress(parts.name, enabled=False))
+        engine = Engine(loaded, parts.tokenizer, parts.template, chosen, limits=limits, memory=kept, name=parts.name, cache_file=memory.cache_file)
+        engine.capacity = room
+        undo.pop_all()
     return engine, threads
 
 # %% ../nbs/10_llm.ipynb #867d0d1d
@@ -386,8 +414,8 @@ class LLM:
     def __exit__(self, *_): self.close()
 
 def close_parts(engine, checkpoint):
-    engine.close()
-    checkpoint.close()
+    try: engine.close()
+    finally: checkpoint.close()
 
 # %% ../nbs/10_llm.ipynb #643b17bf
 from fastcore.basics import patch

@@ -1,12 +1,12 @@
 "`LLM` on a model that says what a script tells it: every token is known in advance, so faults come exactly when wanted"
-import gc, threading, time, weakref
+import gc, io, json, os, threading, time, weakref
 from dataclasses import replace
 from types import SimpleNamespace
 import numpy as np
 import pytest
 from sparkinfer.engine.engine import Engine
 from sparkinfer.errors import RequestError, SparkinferError
-from sparkinfer.llm import LLM, Conversation
+from sparkinfer.llm import LLM, Conversation, Parts, Progress, load_engine
 from sparkinfer.text.chat_template import ChatTemplate
 from support import TEMPLATE, ScriptedRunner, TinyTokenizer, babble, saying, slowly
 
@@ -149,3 +149,87 @@ def test_many_prompts_are_computed_together():
         assert [[c.ids for c in pair][0] for pair in pairs] == alone[:3] and llm.engine.health().active == 0
         with pytest.raises(RequestError): llm.generate([*prompts[:5], [10**6]], **knobs)
         assert llm.engine.health().queued == 0
+
+
+def parts_of(folder='llama'):
+    "A small real model beside a scripted tokenizer; `checkpoint.closed` counts"
+    from pathlib import Path
+    from sparkinfer.formats.safetensors import open_folder
+    from sparkinfer.models.config import ModelConfig
+    from sparkinfer.models.weights import Weights
+    folder = Path(__file__).resolve().parent.parent/'data/reference/tiny'/folder
+    files = open_folder(folder)
+    return Parts(folder, Closable(), Weights.from_checkpoint(files, ModelConfig.from_hf(json.loads((folder/'config.json').read_text()), files.tensors)), TinyTokenizer(), None)
+
+SMALL = dict(context=64, slots=1, kv_tokens=64, runner='spec')
+
+def load(parts=None, **settings):
+    "An `LLM` of a small real model, and what the loading said"
+    said = io.StringIO()
+    parts = parts or parts_of()
+    engine, threads = load_engine(parts, progress=Progress('tiny', said, enabled=False), **{**SMALL, **settings})
+    return LLM(parts, engine, 'spec', threads), said.getvalue()
+
+@pytest.fixture
+def runners(monkeypatch):
+    "Every runner that is made, and how often each was closed"
+    from sparkinfer.models.forward import SpecRunner
+    made, load, close = {}, SpecRunner.load, SpecRunner.close
+    def counted_load(self, *args, **kwargs): made[self] = 0; return load(self, *args, **kwargs)
+    def counted_close(self): made[self] += 1; return close(self)
+    monkeypatch.setattr(SpecRunner, 'load', counted_load)
+    monkeypatch.setattr(SpecRunner, 'close', counted_close)
+    return made
+
+def test_a_cache_file_that_cannot_be_used_costs_one_line(tmp_path):
+    "Fault: a file that was cut short, or that of another model, kept the model from loading until somebody deleted it"
+    file, prompt = tmp_path/'cache', list(range(1, 41))
+    llm, said = load(cache_file=str(file))
+    answer = llm.generate(prompt, temperature=0, max_tokens=4)
+    llm.close()
+    good, other = file.read_bytes(), load(parts_of('qwen3'), cache_file=str(tmp_path/'other'))[0]
+    other.generate(prompt, max_tokens=4), other.close()
+    assert said == '' and len(good) > 1000
+    for data, why in ((good[:-10], 'bytes are missing'), (b'rubbish', 'bytes long'), (b'', 'empty'), ((tmp_path/'other').read_bytes(), 'fingerprint')):
+        file.write_bytes(data)
+        llm, said = load(cache_file=str(file))
+        assert said.count('\n') == 1 and str(file) in said and why in said and 'written anew' in said, said
+        again = llm.generate(prompt, temperature=0, max_tokens=4)
+        assert again.ids == answer.ids and again.usage.cached_tokens == 0
+        llm.close()
+        assert file.read_bytes()[:64] == good[:64]
+    llm, said = load(cache_file=str(file))
+    with llm: assert said == '' and llm.generate(prompt, temperature=0, max_tokens=4).usage.cached_tokens == 39
+
+def test_a_cache_file_in_a_wrong_place_is_found_at_the_start(tmp_path, runners):
+    "Fault: an hour of talking, then an OSError when the cache was to be written. A model's file given by mistake would have been replaced"
+    (tmp_path/'text').write_text('x')
+    model = tmp_path/'model.safetensors'
+    model.write_bytes((parts_of().path/'model.safetensors').read_bytes())
+    (tmp_path/'model.gguf').write_bytes(b'GGUF' + bytes(100))
+    for name, why in (('', 'not a file'), ('no/such/cache', 'No such file'), ('text/cache', 'Not a directory'), (model.name, 'another kind'), ('model.gguf', 'another kind')):
+        parts = parts_of()
+        with pytest.raises(SparkinferError, match=why) as caught: load(parts, cache_file=str(tmp_path/name))
+        assert 'cache_file' in str(caught.value) and '\n' not in str(caught.value) and parts.checkpoint.closed == 1
+    for folder, why in ((tmp_path/'nope', 'No such file'), (model, 'Not a directory')):
+        with pytest.raises(SparkinferError, match=why) as caught: load(spill_mb=1, spill_folder=str(folder))
+        assert str(folder) in str(caught.value)
+    assert not runners and sorted(p.name for p in tmp_path.iterdir()) == ['model.gguf', 'model.safetensors', 'text']
+
+@pytest.mark.parametrize('where', ['sparkinfer.memory.model_memory.ModelMemory', 'sparkinfer.engine.engine.Engine', 'sparkinfer.memory.model_memory.ModelMemory._identity'])
+def test_a_failure_after_the_weights_are_loaded_frees_them(where, runners, monkeypatch, tmp_path):
+    "Fault: each load that failed late left a runner with its weights and threads behind"
+    def fail(*args, **kwargs): raise SparkinferError('made to fail')
+    monkeypatch.setattr(where, fail)
+    parts = parts_of()
+    with pytest.raises(SparkinferError, match='made to fail') as caught: load(parts, cache_file=str(tmp_path/'cache'), spill_mb=1, spill_folder=str(tmp_path))     # `caught` keeps what was made alive
+    assert not any(os.path.realpath(f'/proc/self/fd/{n}').startswith(str(tmp_path)) for n in os.listdir('/proc/self/fd')), caught
+    assert list(runners.values()) == [1] and parts.checkpoint.closed == 1
+
+def test_the_model_file_is_closed_when_the_cache_cannot_be_written(tmp_path):
+    folder = tmp_path/'folder'
+    folder.mkdir()
+    llm, _ = load(cache_file=str(folder/'cache'))
+    folder.rmdir()
+    with pytest.raises(SparkinferError, match='cannot be written'): llm.close()
+    assert llm.parts.checkpoint.closed == 1
