@@ -90,7 +90,7 @@ def sampling_options(command):
 # %% ../nbs/11_cli.ipynb #6b4b60e6
 def load_options(command):
     "Adds what a model is loaded with: `--threads`, `--context`, `--runner`"
-    for option in (click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec']), default='auto', show_default=True, help='auto: the fastest; cpu-file: weights stay in the mapped file; spec: plain NumPy.'),
+    for option in (click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec', 'cuda']), default='auto', show_default=True, help='auto: the fastest; cpu-file: weights stay in the mapped file; spec: plain NumPy; cuda: on an NVIDIA GPU.'),
                    click.option('--context', type=int, help='Tokens of prompt and answer together.  [default: what the model was trained for]'),
                    click.option('--threads', type=int, help='[default: all cores]')): command = option(command)
     return command
@@ -437,7 +437,7 @@ class BenchCommand(Command):
 @click.option('--tokens', type=click.IntRange(1, 4096), default=32, show_default=True, help='Tokens of one round of decode.')
 @click.option('--rounds', type=click.IntRange(1, 1000), default=7, show_default=True)
 @click.option('--threads', type=int, help='[default: all cores]')
-@click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec']), default='auto', show_default=True, help='cpu-file: weights stay in the mapped file.')
+@click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec', 'cuda']), default='auto', show_default=True, help='cpu-file: weights stay in the mapped file; cuda: on an NVIDIA GPU.')
 @click.option('--compare', is_flag=True, help='Take turns with llama.cpp (the wheel xllamacpp), flash attention on and off.')
 @click.option('--save', is_flag=True, help='Keep the record under data/results.')
 def bench(model, contexts, prefill, tokens, rounds, threads, runner, compare, save):
@@ -471,7 +471,7 @@ def bench(model, contexts, prefill, tokens, rounds, threads, runner, compare, sa
 @click.option('--rounds', type=click.IntRange(1, 1000), default=3, show_default=True)
 @click.option('--prefix', type=click.IntRange(0), default=1000, show_default=True, help='Length of a prefix that repeats: first token cold against warm; 0 for none.')
 @click.option('--threads', type=click.IntRange(1, 1024), help='[default: all cores]')
-@click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec']), default='auto', show_default=True, help='cpu-file: weights stay in the mapped file.')
+@click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec', 'cuda']), default='auto', show_default=True, help='cpu-file: weights stay in the mapped file; cuda: on an NVIDIA GPU.')
 @click.option('--http', is_flag=True, help='Through the HTTP server, from a client process; otherwise the engine is asked directly.')
 @click.option('--compare', is_flag=True, help="Take turns with llama.cpp's server (the wheel xllamacpp), over HTTP.")
 @click.option('--save', is_flag=True, help='Keep the record under data/results.')

@@ -71,6 +71,7 @@ class RunnerKind:
     kv_types: tuple           # how it can keep keys and values, the usual one first
     weight_bytes: object      # Weights -> bytes it keeps
     about: str
+    free: object = None       # () -> bytes of the memory that it fills; None: the machine's
 
 def _cpu_runner(num_threads, kv_type):
     from sparkinfer.measure.speed import memory_available
@@ -91,11 +92,18 @@ def _spec_runner(num_threads, kv_type):
     from sparkinfer.models.forward import SpecRunner
     return SpecRunner()
 
+def _cuda():
+    import importlib.util
+    if importlib.util.find_spec('numba_cuda') is None: raise UnsupportedError("the runner on the GPU needs more packages: pip install 'sparkinfer[cuda]'")
+    from sparkinfer.models import cuda_runner
+    return cuda_runner
+
 KV_BYTES = {'f16': (2, 0), 'bf16': (2, 0), 'f32': (4, 0), 'int8': (1, 4)}        # bytes of a cached number, and of the scale of a head
 
 RUNNERS = {'cpu': RunnerKind(_cpu_runner, tuple(KV_BYTES), _cpu_bytes, 'Numba kernels on the quantised blocks'),
            'cpu-file': RunnerKind(_file_runner, tuple(KV_BYTES), lambda w: 0, 'the same on the blocks of the mapped file, where they lie'),
-           'spec': RunnerKind(_spec_runner, ('f32',), lambda w: 4 * sum(t.size for t in w.table.values()), 'NumPy in float32, slow and plain')}
+           'spec': RunnerKind(_spec_runner, ('f32',), lambda w: 4 * sum(t.size for t in w.table.values()), 'NumPy in float32, slow and plain'),
+           'cuda': RunnerKind(lambda num_threads, kv_type: _cuda().CudaRunner(kv_type), ('f16', 'int8'), lambda w: _cuda().device_bytes(w), 'kernels on an NVIDIA GPU', lambda: _cuda().device_free())}
 
 # %% ../nbs/10_llm.ipynb #b45bb7f9
 def runner_kind(name):
@@ -293,7 +301,7 @@ def load_runner(parts, context=None, threads=None, runner='auto', progress=None,
     from sparkinfer.ops.sampling import SamplingError
     if threads is not None and not 1 <= threads <= 1024: raise RequestError(f'{threads} threads are not possible', 'threads')
     kind, threads = runner_kind(runner), threads or cpu_count()
-    room = choose_capacity(parts.weights, kind, memory_available(), context, settings or MemorySettings(slots=1))
+    room = choose_capacity(parts.weights, kind, (kind.free or memory_available)(), context, settings or MemorySettings(slots=1))
     progress = progress or Progress(parts.name, enabled=False)
     with compile_progress(progress.compiling):
         made = kind.make(threads, room.kv_type)
