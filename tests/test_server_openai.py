@@ -184,7 +184,7 @@ def test_a_failure_after_the_headers_is_an_event():
         assert client.completions.create(model='m', prompt='x', max_tokens=3).choices[0].text == 'aaa'   # alive
 
 def test_a_full_queue_is_429_and_loading_is_503():
-    with background_server(lambda report: build(script=lambda h: ord('a'), gate=slowly(0.01), max_queue=1), ServeSettings(port=0, shutdown_seconds=0.2)) as state:
+    with background_server(lambda report: build(script=lambda h: ord('a'), gate=slowly(0.01), max_queue=1, max_running=1), ServeSettings(port=0, shutdown_seconds=0.2)) as state:
         with openai.OpenAI(base_url=state.url + '/v1', api_key='none', max_retries=0) as client:
             running = chat(client, 'x', stream=True, max_tokens=400)
             next(running)

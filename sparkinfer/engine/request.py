@@ -164,7 +164,10 @@ class Request:
     def __post_init__(self):
         _PRIORITY.check('priority', self.priority)
         if self.max_seconds is not None: _SECONDS.check('max_seconds', self.max_seconds)
-        ids = self.prompt_ids if isinstance(self.prompt_ids, np.ndarray) else [_check_id('prompt', i) for i in self.prompt_ids]
+        ids = self.prompt_ids
+        if not isinstance(ids, np.ndarray): ids = [_check_id('prompt', i) for i in ids]
+        elif ids.ndim != 1 or ids.dtype.kind not in 'iu': raise RequestError(f"'prompt' must be token ids in one row of integers, not {ids.dtype} of shape {ids.shape}", 'prompt')
+        elif ids.size: _check_id('prompt', ids.min()), _check_id('prompt', ids.max())
         if len(ids) == 0: raise RequestError('the prompt is empty: it must have at least one token', 'prompt')
         object.__setattr__(self, 'prompt_ids', np.array(ids, np.int32))
 

@@ -66,13 +66,16 @@ class Work(NamedTuple):
     served: int = 0       # the step in which it last had a row
     most: int = 1 << 60   # rows that it can take now: up to the next place at which its memory is to be kept
 
+def _served_longest_ago(work, some, count): return sorted(some, key=lambda i: (work[i].served, work[i].order))[:count]
+
 def plan_rows(work: list, limits: EngineLimits) -> list:
     "Rows of each piece of `work` in the next step: [int]; never more than `step_rows` together, and at least one if there is any work"
     rows = [0] * len(work)
     answers = [i for i, w in enumerate(work) if w.pending == 1]
-    if len(answers) > limits.step_rows: answers = sorted(answers, key=lambda i: (work[i].served, work[i].order))[:limits.step_rows]
-    for i in answers: rows[i] = 1
     prompts = sorted((i for i, w in enumerate(work) if w.pending > 1), key=lambda i: work[i].order)
+    places = limits.step_rows - (len(prompts) > 0)                              # a prompt always gets on
+    if len(answers) > places: answers = _served_longest_ago(work, answers if places else answers + prompts[:1], max(places, 1))
+    for i in answers: rows[i] = 1
     left = limits.step_rows - len(answers)
     if answers: left = min(left, limits.mixed_rows)
     if not prompts or left <= 0: return rows

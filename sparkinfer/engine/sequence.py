@@ -6,11 +6,11 @@
 __all__ = ['Stream', 'HeldTokens', 'Sequence']
 
 # %% ../../nbs/engine/01_sequence.ipynb #8accd704
-import asyncio, threading, time
+import asyncio, os, threading, time
 from collections import deque
 import numpy as np
 from fastcore.basics import patch
-from .request import FinishEvent, Timing, TokenEvent, TokenLogprob, Usage, Completions
+from .request import EngineBusy, FinishEvent, Timing, TokenEvent, TokenLogprob, Usage, Completions
 from ..ops.sampling import SampleSpec, Sampled
 from ..text.text_stream import TextStream
 
@@ -33,6 +33,9 @@ class Stream:
         "Stop within one step; a request that still waits never starts. Safe from any thread, any number of times."
         self.engine._cancel(self)
 
+    def _check_process(self):
+        if self.engine is not None and self.engine._pid != os.getpid(): raise EngineBusy('this process was forked while the request ran: its events go to the parent', 'failed')
+
     def _put(self, *events, last=False):
         with self._ready:
             self._events.extend(events)
@@ -43,6 +46,7 @@ class Stream:
 
     def __iter__(self): return self
     def __next__(self):
+        self._check_process()
         with self._ready:
             while not self._events and not self.closed: self._ready.wait()
             if self._events: return self._events.popleft()
@@ -53,6 +57,7 @@ class Stream:
 
     def wait(self, timeout=None) -> bool:
         "Until the last event is there, without reading any; False after `timeout` seconds"
+        self._check_process()
         with self._ready: return self._ready.wait_for(lambda: self.closed, timeout)
 
     def collect(self) -> list:
@@ -75,6 +80,7 @@ def __aiter__(self: Stream): return self
 
 @patch
 async def __anext__(self: Stream):
+    self._check_process()
     while True:
         with self._ready:
             if self._events: return self._events.popleft()
