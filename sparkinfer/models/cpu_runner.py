@@ -203,7 +203,7 @@ class CpuRunner:
         if weights not in ('auto', 'repack', 'file'): raise SparkinferError(f"weights is {weights!r}; use 'auto', 'repack' or 'file'")
         self.num_threads, self.kv_type, self.max_rows = num_threads or default_threads(), kv_type, (max_rows + 3) // 4 * 4
         self.kv_tag, self.config, self.placement, self.room = KV_TYPES[kv_type], None, weights, room
-        self.team, self.pace, self.rows = ThreadTeam(self.num_threads), Pace(self.num_threads), None
+        self.team, self.pace, self.batch_pace, self.rows = ThreadTeam(self.num_threads), Pace(self.num_threads), Pace(self.num_threads), None
 
     def load(self, weights, max_context=None, num_slots=1, progress=None, num_pages=None):
         "Repack `weights` and make room; see `Runner.load`. The file's pages are released as they are repacked"
@@ -504,13 +504,15 @@ ONE_SPAN = np.array([[0, 1]])
 def _batch(self: CpuRunner, batch):
     "Many rows, `max_rows` at a time -> logits (outputs, vocab)"
     wanted, places = np.unique(batch.output_rows, return_inverse=True)          # a row that is asked for several times is computed once
-    logits = self._room_for(len(wanted))
+    logits, stalls, began = self._room_for(len(wanted)), self.team.stalls, time.perf_counter()
     for start in range(0, len(batch), self.max_rows):
         tokens, positions, slots = (a[start:start + self.max_rows].astype(np.int64) for a in (batch.tokens, batch.positions, batch.slots))
         if self.embed is not None: self._embed(tokens)
-        self.team.run(batch_step_hybrid if self.hybrid else batch_step, self.plan, self.layers, self.eps, self.kv_tag, tokens, positions, slots, runs_of(slots), runs_of(slots, len(slots)))
+        self.team.run(batch_step_hybrid if self.hybrid else batch_step, self.plan, self.layers, self.eps, self.kv_tag, tokens, positions, slots, runs_of(slots), runs_of(slots, len(slots)),
+                      threads=self.batch_pace.threads)
         first, after = np.searchsorted(wanted, (start, start + len(tokens)))
         if first < after: self._head(wanted[first:after] - start, logits[first:])
+    self.batch_pace.record((time.perf_counter() - began) / (len(batch) + 4), self.team.stalls > stalls)       # steps have different numbers of rows; a few more for what each step costs anyway
     logits = logits[:len(wanted), :self.config.vocab_size]
     return logits if np.array_equal(places, np.arange(len(wanted))) else logits[places]
 
@@ -533,7 +535,7 @@ def runs_of(slots, most=RUN):
 def _head(self: CpuRunner, rows, logits):
     "Logits of these rows of x -> the first rows of `logits`; writes up to 3 rows beyond them"
     for start in range(0, len(rows), 16):
-        self.team.run(head_step, self.plan, self.eps, rows[start:start + 16].astype(np.int64), logits[start:].ctypes.data)
+        self.team.run(head_step, self.plan, self.eps, rows[start:start + 16].astype(np.int64), logits[start:].ctypes.data, threads=self.batch_pace.threads)
 
 @patch
 def _embed(self: CpuRunner, tokens):
