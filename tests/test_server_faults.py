@@ -1,8 +1,10 @@
 """Everything that a client can do wrong, against each POST route; after each, a good request must succeed and nothing may be left running."""
-import json, shlex, signal, socket, subprocess, sys, threading, time
+import asyncio, json, shlex, signal, socket, subprocess, sys, threading, time
 from pathlib import Path
+from types import SimpleNamespace
 import httpx, pytest
-from sparkinfer.serve.app import ServeSettings, background_server
+from sparkinfer.engine.request import DeadlineExceeded, EngineBusy, FinishEvent, Request, SamplingParams, Usage
+from sparkinfer.serve.app import QUIET, RunningJob, ServeSettings, background_server, log_unexpected
 from test_server_openai import build, slowly
 
 CHAT, TEXT = '/v1/chat/completions', '/v1/completions'
@@ -210,3 +212,76 @@ def test_ctrl_c_while_loading():
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_limit_that_was_reached_is_no_traceback_in_the_log(caplog):
+    "Fault: each request whose time was over wrote forty lines into the server's log"
+    with background_server(lambda report: build(gate=slowly(0.02)), ServeSettings(port=0, shutdown_seconds=0.2)) as state:
+        answer = httpx.post(state.url + TEXT, json=dict(prompt='long=', max_seconds=0), timeout=30)
+        assert answer.status_code == 504 and answer.json()['error']['code'] == 'deadline_exceeded'
+        assert b'deadline_exceeded' in httpx.post(state.url + TEXT, json=dict(prompt='long=', max_seconds=0, stream=True), timeout=30).content
+    for code in ('queue_full', 'closing', 'failed'): log_unexpected(EngineBusy('no', code))
+    assert not [r for r in caplog.records if r.name == 'sparkinfer.serve']
+    log_unexpected(ZeroDivisionError('a fault'))
+    assert [r.exc_info[0] for r in caplog.records if r.name == 'sparkinfer.serve'] == [ZeroDivisionError]
+
+def test_several_prompts_wait_for_a_place_in_the_queue():
+    "Fault: a request of six prompts found the queue full of its own and ended half-way with 429"
+    with background_server(lambda report: build(gate=slowly(0.005), max_queue=1), ServeSettings(port=0, shutdown_seconds=0.2)) as state:
+        others = [state.engine.submit(Request(list(b'long='), SamplingParams(temperature=0))) for _ in range(4)]
+        for stream in others: next(stream)                                                          # all places are taken, so its first prompt fills the queue
+        answer = httpx.post(state.url + TEXT, json=dict(prompt=['greet='] * 6, temperature=0), timeout=60)
+        assert answer.status_code == 200 and [c['text'] for c in answer.json()['choices']] == ['Hello there!'] * 6, answer.text
+        assert (h := state.engine.health()).active == h.queued == 0
+
+class FullNow:
+    "An engine whose submits say what they are told: 'ok', or a code of EngineBusy. Its answers end at once"
+    max_running = 2
+    def __init__(self, *says): self.says, self.taken = list(says), []
+    def submit(self, request):
+        if (said := self.says.pop(0) if self.says else 'ok') != 'ok': raise EngineBusy('no', said)
+        self.taken.append(request)
+        return Ended()
+
+class Ended:
+    def __init__(self): self.events = [FinishEvent(0, 'stop', 'x', Usage(1, 1), 0)]
+    def cancel(self): pass
+    def __aiter__(self): return self
+    async def __anext__(self):
+        if not self.events: raise StopAsyncIteration
+        return self.events.pop()
+
+def run_job(engine, patience=None, until=None, **knobs):
+    "All that the job of four prompts yields; `until(running)` may stop it at a quiet moment"
+    async def collect():
+        running, got = RunningJob(engine, SimpleNamespace(requests=[Request([k + 1], **knobs) for k in range(4)])), []
+        async for index, event in running.events(patience):
+            got.append(index)
+            if event is QUIET and until: until(running)
+        return got
+    return asyncio.run(asyncio.wait_for(collect(), 20))
+
+def test_a_queue_full_of_others_is_waited_for():
+    "Its own answers have ended, and nobody tells when a place is free. Only the first request may be refused; an engine that closes refuses any"
+    engine = FullNow('ok', 'queue_full', *['queue_full'] * 5)
+    assert sorted(run_job(engine)) == [0, 1, 2, 3] and [r.prompt_ids[0] for r in engine.taken] == [1, 2, 3, 4] and not engine.says
+    quiet = run_job(FullNow('ok', *['queue_full'] * 8), patience=0.1)                               # the client hears that the server lives
+    assert sorted(i for i in quiet if i is not None) == [0, 1, 2, 3] and quiet.count(None) >= 2
+    left = FullNow('ok', *['queue_full'] * 10**6)
+    assert [i for i in run_job(left, 0.1, until=lambda running: running.cancel()) if i is not None] == [0]      # the client left meanwhile
+    for says in (['queue_full'], ['ok', 'closing'], ['ok', 'queue_full', 'failed']):
+        with pytest.raises(EngineBusy) as caught: run_job(FullNow(*says))
+        assert caught.value.code == says[-1]
+    with pytest.raises(DeadlineExceeded, match='within 0.3 s'): run_job(FullNow('ok', *['queue_full'] * 10**6), max_seconds=0.3)
+
+def test_the_time_of_several_prompts_counts_from_their_arrival():
+    "Fault: each prompt had the whole time anew from when it was its turn, so sixty-four could take sixteen times as long"
+    with background_server(lambda report: build(script=lambda h: ord('a'), gate=slowly(0.01)), ServeSettings(port=0, shutdown_seconds=0.2)) as state:
+        body = dict(prompt=['='] * 12, max_tokens=30, max_seconds=0.6)                              # twelve, four at a time, of 30 steps of 10 ms: 0.9 s
+        answer = httpx.post(state.url + TEXT, json=body, timeout=30)
+        assert answer.status_code == 504 and answer.json()['error']['code'] == 'deadline_exceeded', answer.text[:300]
+        end = time.perf_counter() + 5
+        while (h := state.engine.health()).active or h.queued: assert time.perf_counter() < end, h
+    engine = FullNow()
+    run_job(engine, max_seconds=100)
+    assert [r.max_seconds for r in engine.taken[:1]] == [100] and all(99 < r.max_seconds < 100 for r in engine.taken[1:])
