@@ -265,8 +265,8 @@ if getattr(globals().get('__spec__'), 'name', None) == 'sparkinfer.models.cuda_c
 def small_hybrid(seed=0):
     "Weights of noise: a delta layer with experts, an attention layer with a gate and a dense feed-forward"
     from sparkinfer.models.weights import tensor_shapes
-    config = ModelConfig('qwen35moe', 2, 32, 2, 1, 16, 32, 40, 64, 1e-6, 1e4, 8, False, False, ('delta', 'attention'), ffn_kinds=('moe', 'dense'), qk_norm=True, attention_gate=True, delta_key_heads=1, delta_value_heads=2, delta_key_dim=8, delta_value_dim=8, delta_conv=3,
-                         num_experts=4, experts_per_token=2, expert_size=8, shared_size=8)
+    config = ModelConfig('qwen35moe', 2, 16, 2, 1, 16, 16, 24, 64, 1e-6, 1e4, 8, False, False, ('delta', 'attention'), ffn_kinds=('moe', 'dense'), qk_norm=True, attention_gate=True, delta_key_heads=1, delta_value_heads=2, delta_key_dim=8, delta_value_dim=8, delta_conv=3,
+                         num_experts=4, experts_per_token=2, expert_size=4, shared_size=4)
     rng, table = np.random.default_rng(seed), {}
     for name, shape in tensor_shapes(config).items():
         values = rng.normal(1 if 'norm' in name else 0, .3, shape)
