@@ -159,7 +159,8 @@ def parts_of(folder='llama'):
     from sparkinfer.models.weights import Weights
     folder = Path(__file__).resolve().parent.parent/'data/reference/tiny'/folder
     files = open_folder(folder)
-    return Parts(folder, Closable(), Weights.from_checkpoint(files, ModelConfig.from_hf(json.loads((folder/'config.json').read_text()), files.tensors)), TinyTokenizer(), None)
+    weights = Weights.from_checkpoint(files, ModelConfig.from_hf(json.loads((folder/'config.json').read_text()), files.tensors))
+    return Parts(folder, Closable(), weights, TinyTokenizer(*(f'<{i}>' for i in range(weights.config.vocab_size - TinyTokenizer().vocab_size))), None)
 
 SMALL = dict(context=64, slots=1, kv_tokens=64, runner='spec')
 
@@ -188,7 +189,7 @@ def test_a_cache_file_that_cannot_be_used_costs_one_line(tmp_path):
     answer = llm.generate(prompt, temperature=0, max_tokens=4)
     llm.close()
     good, other = file.read_bytes(), load(parts_of('qwen3'), cache_file=str(tmp_path/'other'))[0]
-    other.generate(prompt, max_tokens=4), other.close()
+    other.generate(prompt, temperature=0, max_tokens=4), other.close()
     assert said == '' and len(good) > 1000
     for data, why in ((good[:-10], 'bytes are missing'), (b'rubbish', 'bytes long'), (b'', 'empty'), ((tmp_path/'other').read_bytes(), 'fingerprint')):
         file.write_bytes(data)
