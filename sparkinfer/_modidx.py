@@ -3704,6 +3704,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'sparkinfer/serve/app.py'),
                                       'sparkinfer.serve.app.RunningJob.events': ( 'serve/app.html#runningjob.events',
                                                                                   'sparkinfer/serve/app.py'),
+                                      'sparkinfer.serve.app.RunningJob.submit_next': ( 'serve/app.html#runningjob.submit_next',
+                                                                                       'sparkinfer/serve/app.py'),
                                       'sparkinfer.serve.app.RunningJob.usage': ( 'serve/app.html#runningjob.usage',
                                                                                  'sparkinfer/serve/app.py'),
                                       'sparkinfer.serve.app.ServeSettings': ('serve/app.html#servesettings', 'sparkinfer/serve/app.py'),
