@@ -33,11 +33,25 @@ def test_nothing_else_imports_the_wing():
 def test_the_test_above_can_fail():
     with pytest.raises(AssertionError, match='no numba_cuda here'): python(WITHOUT.replace('print(len', 'import sparkinfer.cuda.graphs\nprint(len'))
 
+QUICK = ['check_instructions', 'check_warp', 'check_matrix_products', 'check_quantize', 'check_linear', 'check_stages', 'check_delta', 'check_ends']
+
+def simulate(*options):
+    out = subprocess.run([sys.executable, '-m', 'sparkinfer.cuda.check', '--seed', '7', *options], env=dict(os.environ, NUMBA_ENABLE_CUDASIM='1'), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200)
+    assert out.returncode == 0 and 'FAILED' not in out.stdout, out.stdout + out.stderr
+    return out.stdout
+
 @needs_numba_cuda
 def test_kernels_in_the_simulator():
     "Tiny sizes, every type, wrong indices and all; takes no GPU and no compiler"
-    out = subprocess.run([sys.executable, '-m', 'sparkinfer.cuda.check', '--seed', '7'], env=dict(os.environ, NUMBA_ENABLE_CUDASIM='1'), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
-    assert out.returncode == 0 and 'FAILED' not in out.stdout and 'check_linear' in out.stdout, out.stdout + out.stderr
+    said = simulate('--only', *QUICK)
+    assert all(name in said for name in QUICK)
+
+@needs_numba_cuda
+@pytest.mark.skipif('SPARKINFER_SLOW' not in os.environ, reason='takes six minutes: SPARKINFER_SLOW=1 pytest tests/test_cuda.py -k simulator')
+def test_the_large_kernels_in_the_simulator():
+    "Experts, attention and many rows, whose blocks of hundreds of threads the simulator steps one by one"
+    said = simulate()
+    assert 'check_experts' in said and 'check_attention' in said
 
 @needs_numba_cuda
 @pytest.mark.parametrize('capability', [(9, 0), (12, 0)], ids=lambda c: f'sm_{c[0]}{c[1]}')

@@ -884,6 +884,7 @@ def main(argv=None):
     parser.add_argument('--step', nargs='*', choices=list(MODELS), default=(), help='time decode steps of these models of noise, and keep the record')
     parser.add_argument('--rows', nargs='*', type=int, default=(), help='with --step: also steps of so many sequences, and of 32 tokens of one')
     parser.add_argument('--no-checks', action='store_true')
+    parser.add_argument('--only', nargs='+', choices=[check.__name__ for check in CHECKS], help='these checks')
     parser.add_argument('--commit', help='what to write into the record where there is no git')
     parser.add_argument('--compile', action='store_true', help='only make the machine code of all kernels, for compute capability 9.0; needs no GPU')
     parser.add_argument('--sweep', action='store_true', help='with --bench: try several ways to launch each')
@@ -894,7 +895,7 @@ def main(argv=None):
     except CudaError as error: return print(error, file=sys.stderr) or 2
     print(f'{where}, seed {args.seed}')
     more = dict(measured_commit=args.commit) if args.commit else {}
-    for check in () if args.no_checks else CHECKS:
+    for check in () if args.no_checks else [c for c in CHECKS if args.only is None or c.__name__ in args.only]:
         start = time.perf_counter()
         try: outcome = check(np.random.default_rng(args.seed))
         except Exception as error: failed, outcome = failed + 1, f'FAILED: {type(error).__name__}: {error}'
