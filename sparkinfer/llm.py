@@ -298,6 +298,7 @@ def load_runner(parts, context=None, threads=None, runner='auto', progress=None,
     settings None: one slot that owns its pages, for who steps the runner himself; a `MemorySettings`: slots and pages for a `ModelMemory`"""
     from sparkinfer.jit import compile_progress
     from sparkinfer.measure.speed import cpu_count, memory_available
+    from sparkinfer.memory.paged_kv import pages_for
     from sparkinfer.ops.sampling import SamplingError
     if threads is not None and not 1 <= threads <= 1024: raise RequestError(f'{threads} threads are not possible', 'threads')
     kind, threads = runner_kind(runner), threads or cpu_count()
@@ -306,7 +307,7 @@ def load_runner(parts, context=None, threads=None, runner='auto', progress=None,
     with compile_progress(progress.compiling):
         made = kind.make(threads, room.kv_type)
         try:
-            made.load(parts.weights, max_context=room.context, num_slots=room.slots, progress=progress.loading, num_pages=settings and -(-room.kv_tokens // 16))
+            made.load(parts.weights, max_context=room.context, num_slots=room.slots, progress=progress.loading, num_pages=settings and pages_for(room.kv_tokens))
             warm_up(made)
         except SamplingError:
             made.close()

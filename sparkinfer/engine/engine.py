@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FORKED', 'TURN_STARTS', 'WORTH_WAITING', 'LOOK_AT', 'EngineHealth', 'Engine', 'turn_starts', 'turn_marks',
-           'pages_for']
+           'pages_to_begin']
 
 # %% ../../nbs/engine/02_engine.ipynb #60c20c3c
 import bisect, itertools, math, os, threading, time, unicodedata
@@ -17,6 +17,7 @@ from .scheduler import EngineLimits, Work, order_key, plan_rows
 from .sequence import Sequence, Stream
 from ..errors import RequestError, SparkinferError
 from ..memory.model_memory import ModelMemory
+from ..memory.paged_kv import pages_for
 from ..models.forward import Batch
 from ..ops.attention import PAGE
 from ..ops.sampling import Sampled
@@ -223,12 +224,12 @@ def _leave(self: Engine, stream, outcome):
 # %% ../../nbs/engine/02_engine.ipynb #92c818cb
 WORTH_WAITING, LOOK_AT = 64, 32                          # tokens; those who wait that one turn looks at
 
-def pages_for(tokens): return -(-tokens // PAGE) + 1     # one more: the answer needs a place to begin
+def pages_to_begin(tokens): return pages_for(tokens) + 1 # one more: the answer needs a place to begin
 
 @patch
 def _fits(self: Engine, sequence):
-    coming = sum(pages_for(q.length) - q.computed // PAGE for q in self._running if q.length - q.computed > 1)
-    return self.memory.usable_pages >= pages_for(sequence.length) + coming
+    coming = sum(pages_to_begin(q.length) - q.computed // PAGE for q in self._running if q.length - q.computed > 1)
+    return self.memory.usable_pages >= pages_to_begin(sequence.length) + coming
 
 @patch
 def _shares(self: Engine, sequence, reading):
@@ -260,7 +261,7 @@ def _admit(self: Engine):
         if lease is None and self._running:
             with self._changed: return self._wait_again(sequence)
         if lease is None:
-            self._fail(sequence.stream, SparkinferError(f'{pages_for(sequence.length)} pages of memory are needed and {self.memory.usable_pages} can be had, although nothing else runs'))
+            self._fail(sequence.stream, SparkinferError(f'{pages_to_begin(sequence.length)} pages of memory are needed and {self.memory.usable_pages} can be had, although nothing else runs'))
             continue
         sequence.lease = lease
         if sequence.cached is None: sequence.cached = lease.cached
