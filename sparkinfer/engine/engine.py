@@ -408,6 +408,7 @@ def stats(self: Engine) -> dict:
     with self._changed: now = dict(running=len(self._running), waiting=len(self._waiting))
     return dict(**now, **self.work, memory=self.memory.stats())
 
+# %% ../../nbs/engine/02_engine.ipynb #b662e378
 @patch
 def close(self: Engine, timeout=10):
     "Cancel everything, end the thread, save the cache if that is wanted, close the runner. True if all is done within `timeout` seconds. May be called again."
