@@ -161,10 +161,11 @@ class MemorySettings:
     cache_file: str | None = _setting(None, 'a file that keeps the prefix cache over a restart: read at the start, written at the end')
 
     def __post_init__(self):
-        for name, low, high in (('slots', 1, 4096), ('kv_tokens', 16, 1 << 40), ('snapshot_mb', 0, 1e9), ('spill_mb', 0, 1e9)):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high: raise SparkinferError(f"{name} is {value}; it must be between {low} and {high:g}")
-        if self.kv_type is not None and self.kv_type not in KV_BYTES: raise SparkinferError(f"kv_type is {self.kv_type!r}; there are {', '.join(KV_BYTES)}")
+        from sparkinfer.engine.request import Knob
+        for name, kind, low, high in (('slots', int, 1, 4096), ('kv_tokens', int, 16, 1 << 40), ('snapshot_mb', float, 0, 1e9), ('spill_mb', float, 0, 1e9)):
+            if getattr(self, name) is not None: Knob(kind, low, high, self.__dataclass_fields__[name].metadata['help']).check(name, getattr(self, name))
+        if self.cache_file == '' or self.spill_folder == '': raise SparkinferError('cache_file and spill_folder must be names, not empty')
+        if self.kv_type is not None and (not isinstance(self.kv_type, str) or self.kv_type not in KV_BYTES): raise SparkinferError(f"kv_type is {self.kv_type!r}; there are {', '.join(KV_BYTES)}")
         if self.spill_folder is not None and not self.spill_mb: raise SparkinferError('spill_folder is given, and spill_mb is 0: say how many MB may be written there')
         if self.cache_file is not None and self.no_prefix_cache: raise SparkinferError('cache_file and no_prefix_cache contradict each other')
 
@@ -343,22 +344,22 @@ def split_settings(settings):
     from dataclasses import fields
     from sparkinfer.engine.scheduler import EngineLimits
     def take(kind): return kind(**{f.name: settings.pop(f.name) for f in fields(kind) if f.name in settings})
+    from sparkinfer.engine.request import EngineDefaults
     settings = dict(settings)
-    return take(MemorySettings), take(EngineLimits), settings
+    memory, limits, known = take(MemorySettings), take(EngineLimits), {f.name for f in fields(EngineDefaults)} - {'sources'}
+    for name in settings.keys() - known: raise RequestError(f'there is no setting {name!r}; there are {", ".join([f.name for kind in (MemorySettings, EngineLimits) for f in fields(kind)] + sorted(known))}', name)
+    return memory, limits, settings
 
 def check_cache_file(path):
     "SparkinferError when the prefix cache could not be written to `path` at the end, or would there replace a file of another kind: better known before an hour of work than after"
-    from sparkinfer.memory.model_memory import SavedFile, read_places
     folder = path.absolute().parent
     try:
         if path.exists() and not path.is_file(): raise SparkinferError(f'cache_file: {path} is not a file')
         with tempfile.TemporaryFile(dir=folder): pass
     except OSError as error: raise SparkinferError(f'cache_file: nothing can be written to {folder}: {error.strerror or error}') from None
-    if not path.exists(): return
-    file = SavedFile(path)
-    try: other = file[:4] == b'GGUF' or 'block_tokens' not in read_places(file, path)[0]
-    except (FormatError, OSError): return                                     # damaged, which the one who reads it will say
-    if other: raise SparkinferError(f'cache_file: {path} is a file of another kind, and the prefix cache would replace it: give another name')
+    if not path.exists() or not path.stat().st_size: return
+    with path.open('rb') as file: begin = file.read(128)                      # a damaged one begins like this too, and the one who reads it will say what is wrong
+    if b'sparkinfer prefix cache' not in begin: raise SparkinferError(f'cache_file: {path} is a file of another kind, and the prefix cache would replace it: give another name')
 
 def read_cache_file(memory, path, progress):
     "What is saved there into `memory`. A file that cannot be used, of another model or damaged, costs one line to the user and not the model."
@@ -381,7 +382,7 @@ def load_engine(parts, context=None, threads=None, runner='auto', progress=None,
         undo.callback(parts.checkpoint.close)
         memory, limits, defaults = split_settings(settings)
         chosen = EngineDefaults.from_metadata(recommended(parts.checkpoint.metadata), **defaults)
-        file = Path(memory.cache_file) if memory.cache_file else None
+        file = Path(memory.cache_file).absolute() if memory.cache_file else None       # the same place at the end, whatever the working folder is then
         if file: check_cache_file(file)
         fingerprint = weights_fingerprint(parts.weights) if file else None
         spill = HostSpill(int(memory.spill_mb * 1e6), memory.spill_folder) if memory.spill_mb else None
@@ -391,7 +392,7 @@ def load_engine(parts, context=None, threads=None, runner='auto', progress=None,
         snapshots = memory_available() // 4 if memory.snapshot_mb is None else int(memory.snapshot_mb * 1e6)
         kept = ModelMemory(loaded, not memory.no_prefix_cache, snapshots, spill, fingerprint=fingerprint)
         if file: read_cache_file(kept, file, progress or Progress(parts.name, enabled=False))
-        engine = Engine(loaded, parts.tokenizer, parts.template, chosen, limits=limits, memory=kept, name=parts.name, cache_file=memory.cache_file)
+        engine = Engine(loaded, parts.tokenizer, parts.template, chosen, limits=limits, memory=kept, name=parts.name, cache_file=file)
         engine.capacity = room
         undo.pop_all()
     return engine, threads

@@ -191,7 +191,7 @@ def test_a_cache_file_that_cannot_be_used_costs_one_line(tmp_path):
     good, other = file.read_bytes(), load(parts_of('qwen3'), cache_file=str(tmp_path/'other'))[0]
     other.generate(prompt, temperature=0, max_tokens=4), other.close()
     assert said == '' and len(good) > 1000
-    for data, why in ((good[:-10], 'bytes are missing'), (b'rubbish', 'bytes long'), (b'', 'empty'), ((tmp_path/'other').read_bytes(), 'fingerprint')):
+    for data, why in ((good[:-10], 'bytes are missing'), (b'', 'empty'), ((tmp_path/'other').read_bytes(), 'fingerprint')):
         file.write_bytes(data)
         llm, said = load(cache_file=str(file))
         assert said.count('\n') == 1 and str(file) in said and why in said and 'written anew' in said, said
@@ -201,6 +201,14 @@ def test_a_cache_file_that_cannot_be_used_costs_one_line(tmp_path):
         assert file.read_bytes()[:64] == good[:64]
     llm, said = load(cache_file=str(file))
     with llm: assert said == '' and llm.generate(prompt, temperature=0, max_tokens=4).usage.cached_tokens == 39
+    file.write_text('years of work')                                        # nothing says that it is ours: it is not replaced
+    with pytest.raises(SparkinferError, match='another kind'): load(cache_file=str(file))
+    assert file.read_text() == 'years of work'
+
+def test_settings_of_a_wrong_kind_or_name_are_one_line():
+    "Fault: TypeErrors of Python, some of them after the weights were touched"
+    for name, value in (('slots', 2.5), ('slots', True), ('slots', '4'), ('kv_tokens', 100.5), ('kv_type', ['f16']), ('cache_file', ''), ('nonsense', 1)):
+        with pytest.raises(SparkinferError, match=name): load(**{name: value})
 
 def test_a_cache_file_in_a_wrong_place_is_found_at_the_start(tmp_path, runners):
     "Fault: an hour of talking, then an OSError when the cache was to be written. A model's file given by mistake would have been replaced"

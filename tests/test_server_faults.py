@@ -3,6 +3,7 @@ import asyncio, json, shlex, signal, socket, subprocess, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 import httpx, pytest
+from sparkinfer.engine.scheduler import EngineLimits
 from sparkinfer.engine.request import DeadlineExceeded, EngineBusy, FinishEvent, Request, SamplingParams, Usage
 from sparkinfer.serve.app import QUIET, RunningJob, ServeSettings, background_server, log_unexpected
 from test_server_openai import build, slowly
@@ -236,7 +237,7 @@ def test_several_prompts_wait_for_a_place_in_the_queue():
 
 class FullNow:
     "An engine whose submits say what they are told: 'ok', or a code of EngineBusy. Its answers end at once"
-    max_running = 2
+    max_running, limits = 2, EngineLimits()
     def __init__(self, *says): self.says, self.taken = list(says), []
     def submit(self, request):
         if (said := self.says.pop(0) if self.says else 'ok') != 'ok': raise EngineBusy('no', said)
@@ -282,6 +283,8 @@ def test_the_time_of_several_prompts_counts_from_their_arrival():
         assert answer.status_code == 504 and answer.json()['error']['code'] == 'deadline_exceeded', answer.text[:300]
         end = time.perf_counter() + 5
         while (h := state.engine.health()).active or h.queued: assert time.perf_counter() < end, h
+    with background_server(lambda report: build(script=lambda h: ord('a'), gate=slowly(0.01), max_seconds=0.6), ServeSettings(port=0, shutdown_seconds=0.2)) as state:      # the server's own limit likewise
+        assert httpx.post(state.url + TEXT, json=dict(prompt=['='] * 12, max_tokens=30), timeout=30).status_code == 504
     engine = FullNow()
     run_job(engine, max_seconds=100)
     assert [r.max_seconds for r in engine.taken[:1]] == [100] and all(99 < r.max_seconds < 100 for r in engine.taken[1:])

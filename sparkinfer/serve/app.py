@@ -112,9 +112,10 @@ class RunningJob:
     def submit_next(self) -> bool:
         "False when the queue is full. A request has what is left of the job's time: DeadlineExceeded when nothing is."
         request = self.job.requests[len(self.streams)]
-        if request.max_seconds is not None:
-            left = request.max_seconds - (time.perf_counter() - self.arrived)
-            if left <= 0: raise DeadlineExceeded(f'the answers were not finished within {request.max_seconds:g} s')
+        allowed = min((s for s in (request.max_seconds, self.engine.limits.max_seconds) if s is not None), default=None)
+        if allowed is not None:
+            left = allowed - (time.perf_counter() - self.arrived)
+            if left <= 0: raise DeadlineExceeded(f'the answers were not finished within {allowed:g} s')
             request = replace(request, max_seconds=left)
         try: self.streams.append(self.engine.submit(request))
         except EngineBusy as error:
