@@ -57,10 +57,10 @@ class Stream:
 
     def take(self, wake=None):
         """-> (all events that are there, whether they are the last), without waiting.
-        If there are none yet, `wake()` is called once as soon as there are, in the thread that brings them."""
+        `wake()` is called once, as soon as there are more, in the thread that brings them."""
         self._check_process()
         with self._ready:
-            if wake is not None and not self._events and not self.closed: self._wakes.append(wake)
+            if wake is not None and not self.closed: self._wakes.append(wake)
             events = list(self._events)
             self._events.clear()
             return events, self.closed
