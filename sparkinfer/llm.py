@@ -14,7 +14,7 @@ import sys, tempfile, time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from .errors import FormatError, SparkinferError, RequestError, UnsupportedError
+from .errors import FormatError, SparkinferError, RequestError, UnsupportedError, plural
 
 # %% ../nbs/10_llm.ipynb #9cd1dcd2
 @dataclass(frozen=True)
@@ -178,8 +178,9 @@ class Capacity:
     kv_tokens: int    # tokens of all together
     kv_type: str
     nbytes: int       # of keys, values and states, once all of it is used
+    state_bytes: int = 0   # of these, what recurrent layers keep
 
-    def __str__(self): return f'context {self.context:,}; {self.slots} request{"s" * (self.slots != 1)} at a time; {self.kv_tokens:,} tokens of keys and values in {self.kv_type}, {gigabytes(self.nbytes)} with states when full'
+    def __str__(self): return f'context {self.context:,}; {plural(self.slots, "request")} at a time; {self.kv_tokens:,} tokens of keys and values in {self.kv_type}, {gigabytes(self.nbytes)}{" with states" if self.state_bytes else ""} when full'
 
 def choose_capacity(weights, kind, available, context=None, settings=MemorySettings()) -> Capacity:
     "Room within `available` bytes; SparkinferError that says what would fit where a setting does not"
@@ -193,7 +194,7 @@ def choose_capacity(weights, kind, available, context=None, settings=MemorySetti
     tokens = settings.kv_tokens or int(min(slots * context, context + spare // 4 // max(each, 1)))
     if tokens < 16 or each * (tokens - context) > spare:
         raise SparkinferError(f'not enough memory: {tokens:,} tokens of keys and values need {gigabytes(each * tokens)} and {gigabytes(spare + each * context)} are left; up to {context + spare // max(each, 1):,} would fit')
-    return Capacity(min(context, tokens), slots, tokens, kv_type, each * tokens + slots * state)
+    return Capacity(min(context, tokens), slots, tokens, kv_type, each * tokens + slots * state, slots * state)
 
 # %% ../nbs/10_llm.ipynb #6fc400c1
 class Progress:
@@ -222,8 +223,8 @@ class Progress:
         if event.depth: return
         if event.seconds is None: self.report(f'compiling kernels for this machine ({self.kernels} done)')
         if event.seconds is not None: self.kernels, self.compile_seconds = self.kernels + 1, self.compile_seconds + event.seconds
-        elif self.enabled and self.terminal: print(f'\r\x1b[Kcompiling for this machine, once a version ({self.kernels} done): {event.name}', end='', file=self.stream, flush=True)
-        elif self.enabled: self.say_once('compiling', 'compiling kernels for this machine; this happens once for each version of sparkinfer and takes up to a minute')
+        elif self.enabled and self.terminal: print(f'\r\x1b[Kcompiling for this machine, once a version and kind ({self.kernels} done): {event.name}', end='', file=self.stream, flush=True)
+        elif self.enabled: self.say_once('compiling', 'compiling kernels for this machine; once for each version of sparkinfer and each kind of weights and cache; it takes up to a minute')
 
     def close(self):
         if self.bar is not None: self.bar.close()
@@ -294,16 +295,16 @@ class Answer:
         return self.completion
 
 # %% ../nbs/10_llm.ipynb #d1678b0b
-def load_runner(parts, context=None, threads=None, runner='auto', progress=None, settings=None):
+def load_runner(parts, context=None, threads=None, runner='auto', progress=None, settings=None, kv_type=None):
     """A loaded `Runner` for opened `parts`: (runner, `Capacity`, threads). `progress` is a `Progress`, or None for silence.
-    settings None: one slot that owns its pages, for who steps the runner himself; a `MemorySettings`: slots and pages for a `ModelMemory`"""
+    settings None: one slot that owns its pages, for who steps the runner himself, with keys and values kept as `kv_type`; a `MemorySettings`: slots and pages for a `ModelMemory`"""
     from sparkinfer.jit import compile_progress
     from sparkinfer.measure.speed import cpu_count, memory_available
     from sparkinfer.memory.paged_kv import pages_for
     from sparkinfer.ops.sampling import SamplingError
     if threads is not None and not 1 <= threads <= 1024: raise RequestError(f'{threads} threads are not possible', 'threads')
     kind, threads = runner_kind(runner), threads or cpu_count()
-    room = choose_capacity(parts.weights, kind, (kind.free or memory_available)(), context, settings or MemorySettings(slots=1))
+    room = choose_capacity(parts.weights, kind, (kind.free or memory_available)(), context, settings or MemorySettings(slots=1, kv_type=kv_type))
     progress = progress or Progress(parts.name, enabled=False)
     with compile_progress(progress.compiling):
         made = kind.make(threads, room.kv_type)
@@ -435,15 +436,27 @@ from fastcore.basics import patch
 def prompt_ids(self: LLM, prompt, variables=None):
     "Token ids of raw text (str), of ids (list of int, as they are) or of messages (list of dict, through the chat template with `variables`)"
     if isinstance(prompt, str): return self.engine.encode_prompt(prompt)
-    prompt = list(prompt)
+    try: prompt = list(prompt)
+    except TypeError: raise RequestError(f'a prompt is a text, token ids or messages, not {prompt!r}', 'prompt') from None
     if prompt and isinstance(prompt[0], dict): return self.engine.encode_chat(prompt, **(variables or {}))
     return prompt
 
 # %% ../nbs/10_llm.ipynb #2d5f6abc
 @patch
-def _start(self: LLM, prompt, sampling, variables=None):
+def request(self: LLM, prompt, *, variables=None, **settings):
+    "A `Request` for the engine: `prompt` as in `prompt_ids`; settings are the fields of `SamplingParams`, and `priority` and `max_seconds`. RequestError for a name that does not exist."
+    from dataclasses import fields
+    from difflib import get_close_matches
     from sparkinfer.engine.request import Request, SamplingParams
-    return self.engine.submit(Request(self.prompt_ids(prompt, variables), SamplingParams(**sampling)))
+    known, whole = [f.name for f in fields(SamplingParams)], {name: settings.pop(name) for name in ('priority', 'max_seconds') if name in settings}
+    for name in settings:
+        if name in known: continue
+        near = get_close_matches(name, [*known, 'priority', 'max_seconds'], 1)
+        raise RequestError(f'there is no setting {name!r}' + (f'; did you mean {near[0]!r}?' if near else f'; there are {", ".join(known)}, priority and max_seconds'), name)
+    return Request(self.prompt_ids(prompt, variables), SamplingParams(**settings), **whole)
+
+@patch
+def _start(self: LLM, prompt, sampling, variables=None): return self.engine.submit(self.request(prompt, variables=variables, **sampling))
 
 @patch
 def _count(self: LLM, completion):
@@ -527,11 +540,11 @@ def facts(self: LLM):
     speed = f"{a['decode_tokens'] / a['decode_seconds']:.1f} tok/s in {a['answers']} answers" if a['decode_seconds'] else 'no answer yet'
     return [('architecture', f'{self.config.architecture}, {self.config.num_layers} layers of {self.config.hidden_size}'), ('parameters', f'{parameters / 1e6:.1f} million'),
             ('weights', f'{gigabytes(w.nbytes)}: {type_mix(w)}'), ('context', f'{self.context:,} of {self.config.context_length:,} tokens the model was trained for'),
-            ('runner', f"{self.runner_name} ({RUNNERS[self.runner_name].about}), {self.threads} threads"), ('chat template', 'yes' if self.parts.template else 'no'),
+            ('runner', f"{self.runner_name} ({RUNNERS[self.runner_name].about}), {plural(self.threads, 'thread')}"), ('chat template', 'yes' if self.parts.template else 'no'),
             *((name, f'{value} ({source})') for name, value, source in self.engine.defaults.rows()), ('speed so far', speed)]
 
 @patch
-def __repr__(self: LLM): return f'LLM({self.name}, {gigabytes(self.parts.weights.nbytes)}, context {self.context:,}, {self.runner_name} with {self.threads} threads)'
+def __repr__(self: LLM): return f'LLM({self.name}, {gigabytes(self.parts.weights.nbytes)}, context {self.context:,}, {self.runner_name} with {plural(self.threads, "thread")})'
 
 @patch
 def _repr_markdown_(self: LLM):

@@ -6,9 +6,9 @@
 __all__ = ['HF_NAMES', 'PLAIN', 'SKETCH_SIZE', 'TOP', 'compare_rows', 'EvalResult', 'compare_sources', 'logits_of',
            'stored_logits', 'half_split_rows', 'llama_of', 'transformers_model', 'loaded_by_transformers',
            'child_logits', 'transformers_worker', 'transformers_logits', 'llama_cpp_worker', 'llama_cpp_logits',
-           'open_model', 'dequantised', 'make_runner', 'reference_source', 'text_ids', 'eval_table', 'worst_table',
-           'eval_kl', 'failures', 'eval_logits', 'sketch_signs', 'summarise', 'compare_record', 'greedy', 'make_record',
-           'main']
+           'open_model', 'dequantised', 'make_runner', 'reference_source', 'check_same_text', 'text_ids', 'eval_table',
+           'worst_table', 'counted', 'eval_kl', 'failures', 'eval_logits', 'sketch_signs', 'summarise',
+           'compare_record', 'greedy', 'make_record', 'main']
 
 # %% ../../nbs/measure/01_accuracy.ipynb #7f77e5e5
 import importlib.util, json, os, subprocess, sys, tempfile
@@ -275,6 +275,12 @@ def reference_source(against, path, weights, ids, chunk):
     if str(against).endswith('.npy'): return stored_logits(against, ids, chunk)
     return logits_of(make_runner('spec', open_model(against)[1], len(ids)), ids, chunk)
 
+def check_same_text(model, ids, against, text, tokens):
+    "SparkinferError, before minutes of work, where a second model reads `text` as other tokens than `model` does"
+    _, weights, metadata = open_model(against)
+    other = text_ids(metadata, text, tokens)[0]
+    if not np.array_equal(ids, other): raise SparkinferError(f'{model} and {against} have different tokenizers (this text has {len(ids)} and {len(other)} tokens, the first {tokens} differ), so their predictions cannot be compared')
+
 # %% ../../nbs/measure/01_accuracy.ipynb #c45a1e9d
 def text_ids(metadata, text=None, tokens=512):
     "The first `tokens` ids of `text` (a string, a Path, or None for our own) under a model's tokenizer. metadata: of an open GGUF file or folder"
@@ -306,6 +312,16 @@ def worst_table(result, tokenizer, count=5):
     return text_table(['position', 'KL', 'after', result.against, result.model], rows)
 
 # %% ../../nbs/measure/01_accuracy.ipynb #59bb5141
+def counted(blocks, total, label):
+    "The same blocks, with a bar on stderr where it is a terminal and else a line at the beginning: a reference takes minutes"
+    import sys
+    from tqdm import tqdm
+    if not sys.stderr.isatty(): print(f'{label}: {total} positions', file=sys.stderr, flush=True)
+    with tqdm(desc=label, total=total, unit='tok', leave=False, file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+        for block in blocks:
+            yield block
+            bar.update(len(block))
+
 def eval_kl(model='smollm2', against='f32', text=None, tokens=512, runner='cpu', peer=None, chunk=128, save=False, max_kl=None, min_top1=None, out=None):
     """Teacher-force `text` and compare `runner` on `model` with `against`; print a table, the worst positions and one line of JSON (`save` keeps it under data/results).
     `peer='llama.cpp'` holds a second engine against the same reference. Returns a list of `EvalResult`, ours first. Bars that are missed (`max_kl`, `min_top1`; see `failures`) are printed and stand in the record under `failed`."""
@@ -313,10 +329,11 @@ def eval_kl(model='smollm2', against='f32', text=None, tokens=512, runner='cpu',
     path, weights, metadata = open_model(model)
     ids, tokenizer = text_ids(metadata, text, tokens)
     against = str(against)
+    if against not in ('f32', 'hf', 'llama.cpp') and not against.endswith('.npy'): check_same_text(model, ids, against, text, tokens)
     engines = {runner: lambda: logits_of(make_runner(runner, weights, len(ids)), ids, chunk)}
     if peer == 'llama.cpp': engines[peer] = lambda: llama_cpp_logits(path, ids, chunk)
     elif peer: raise UnsupportedError(f'no peer is called {peer!r}; there is llama.cpp')
-    results = [compare_sources(reference_source(against, path, weights, ids, chunk), source(), ids, name, against) for name, source in engines.items()]
+    results = [compare_sources(counted(reference_source(against, path, weights, ids, chunk), len(ids), f'{name} against {against}'), source(), ids, name, against) for name, source in engines.items()]
     failed = failures(results[0], max_kl, min_top1)
     lines = [eval_table(results), '', f'worst positions of {runner}:', worst_table(results[0], tokenizer), *(f'FAILED: {f}' for f in failed)]
     record = dict(file=path.name, runner=runner, results=[r.record() for r in results], failed=failed)

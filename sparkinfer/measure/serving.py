@@ -145,15 +145,15 @@ def client_round(url, bodies, patience=120.0):
     wall = max(sent + answer.arrivals[-1] for (sent, _), answer in zip(heard, answers)) - heard[0][0]
     return dict(wall=wall, cpu=cpu, answers=[asdict(answer) for answer in answers])
 
-def completion_body(ids, tokens, **extra):
-    "What both servers are asked: exactly `tokens` tokens, the most likely ones, as a stream with a count at its end"
-    return dict(prompt=ids, max_tokens=tokens, temperature=0, ignore_eos=True, stream=True, stream_options=dict(include_usage=True)) | extra
+def completion_body(ids, tokens, banned=(), **extra):
+    "What both servers are asked: exactly `tokens` tokens, the most likely ones that are not `banned`, as a stream with a count at its end"
+    return dict(prompt=ids, max_tokens=tokens, temperature=0, ignore_eos=True, logit_bias={str(i): -100 for i in banned}, stream=True, stream_options=dict(include_usage=True)) | extra
 
 # %% ../../nbs/measure/04_serving.ipynb #2db5425d
-def engine_round(engine, prompts, tokens, clock=time.perf_counter):
+def engine_round(engine, prompts, tokens, banned=(), clock=time.perf_counter):
     "`client_round` without HTTP: all `prompts` submitted at once to an `Engine` of this process, a thread reading each answer"
     from sparkinfer.engine.request import Completions, Request, SamplingParams
-    answers, params = [None] * len(prompts), SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    answers, params = [None] * len(prompts), SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, logit_bias={i: -100 for i in banned})
     def read(k, sent, stream):
         heard, arrivals = Completions(), []
         try:
@@ -244,8 +244,8 @@ def own_server(factory):
     from sparkinfer.serve.app import ServeSettings, background_server
     replies = own_stdout()
     with background_server(factory, ServeSettings(port=0, shutdown_seconds=0)) as state:
-        def handle(prompts=None, tokens=1):
-            if prompts is not None: return engine_round(state.engine, prompts, tokens)
+        def handle(prompts=None, tokens=1, banned=()):
+            if prompts is not None: return engine_round(state.engine, prompts, tokens, banned)
             return {name: value for name, value in state.engine.stats().items() if isinstance(value, (int, float))}
         answer_lines(replies, handle, url=state.url)
 
@@ -268,8 +268,8 @@ def llama_server(path, threads, requests, context, flash):
 # %% ../../nbs/measure/04_serving.ipynb #aba799b1
 class Contender:
     "A server child, asked over HTTP by `client`, or over its pipe when that is None"
-    def __init__(self, name, code, client=None, **extra):
-        self.name, self.client, self.extra, self.rounds, self.seed = name, client, extra, [], 0
+    def __init__(self, name, code, client=None, banned=(), **extra):
+        self.name, self.client, self.banned, self.extra, self.rounds, self.seed = name, client, list(banned), extra, [], 0
         self.server = Child(name, code)
         try: self.hello = self.server.reply()
         except BaseException:
@@ -279,8 +279,8 @@ class Contender:
 
     def burst(self, prompts, tokens):
         "One round: dict(wall, cpu, answers); SparkinferError unless every answer has its full length"
-        if self.client is None: seen = self.server.ask(prompts=prompts, tokens=tokens)
-        else: seen = self.client.ask(url=self.hello['url'], bodies=[completion_body(ids, tokens, **self.extra) for ids in prompts])
+        if self.client is None: seen = self.server.ask(prompts=prompts, tokens=tokens, banned=self.banned)
+        else: seen = self.client.ask(url=self.hello['url'], bodies=[completion_body(ids, tokens, self.banned, **self.extra) for ids in prompts])
         seen['answers'] = [Answer(**answer) for answer in seen['answers']]
         short = [a.tokens for a in seen['answers'] if a.tokens != tokens]
         if short: raise SparkinferError(f'{self.name} wrote {short[0]} tokens where {tokens} were asked for')
@@ -376,25 +376,26 @@ class Bench:
     runner: str = 'auto'
     rounds: int = 3
     client: Child | None = None                       # None: without HTTP
+    banned: tuple = ()                                # ids that write no text
     say: object = lambda text: None
     found: dict = field(default_factory=lambda: dict(lines=[], rates=[], flash=[], prefixes=[], peer_version=None))
 
     def own(self, load):
         kv_tokens = load.requests * (load.context + 32)      # memory is given out in pages of 16 tokens
-        return Contender('sparkinfer', OWN.format(path=self.path, context=load.context, threads=self.threads, runner=self.runner, requests=load.requests, kv_tokens=kv_tokens), self.client)
+        return Contender('sparkinfer', OWN.format(path=self.path, context=load.context, threads=self.threads, runner=self.runner, requests=load.requests, kv_tokens=kv_tokens), self.client, self.banned)
     def llama(self, load, flash):
         code = LLAMA.format(path=self.path, threads=self.threads, requests=load.requests, context=load.context, flash=flash)
-        made = Contender('llama.cpp, fa ' + ('on' if flash else 'off'), code, self.client, samplers=['temperature'])
+        made = Contender('llama.cpp, fa ' + ('on' if flash else 'off'), code, self.client, self.banned, samplers=['temperature'])
         self.found['peer_version'] = made.hello['version']
         return made
 
     def ready(self, makers, load):
         "Start and warm up contenders one after the other; each sleeps when the next one starts"
-        contenders = []
+        contenders, tokens = [], min(load.tokens, 16)         # two tokens may be half a character, and no text
         try:
             for make in makers:
                 contenders.append(make())
-                contenders[-1].burst(Load(load.prompt, 2, load.requests).prompts(self.vocab_size, 999), 2)
+                contenders[-1].burst(Load(load.prompt, tokens, load.requests).prompts(self.vocab_size, 999), tokens)
                 contenders[-1].pause()
         except BaseException:
             for c in contenders: c.close()
@@ -460,11 +461,11 @@ def record_text(record):
     return '\n\n'.join(parts) + '\n'
 
 # %% ../../nbs/measure/04_serving.ipynb #bf632f69
-def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads=2, runner='auto', http=False, compare=False, prefix=1000, save=False, say=lambda text: None, out=None):
+def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads=2, runner='auto', http=False, compare=False, prefix=1000, save=False, banned=(), say=lambda text: None, out=None):
     """Measure a server with the model at `path` under every load of `prompts` × `requests`, print tables and, as the last line, JSON; returns the record.
-    http: over HTTP instead of `Engine.submit`; compare: in turns with llama.cpp's server, over HTTP; prefix: length of the prefix that repeats, 0 for none."""
+    http: over HTTP instead of `Engine.submit`; compare: in turns with llama.cpp's server, over HTTP; prefix: length of the prefix that repeats, 0 for none; banned: ids that no answer may hold."""
     http, loads = http or compare, [Load(prompt, tokens, n) for prompt in prompts for n in requests]
-    bench, began = Bench(str(path), vocab_size, threads, runner, rounds, None, say), time.perf_counter()
+    bench, began = Bench(str(path), vocab_size, threads, runner, rounds, None, tuple(banned), say), time.perf_counter()
     try:
         if http:
             bench.client = Child('the client', CLIENT)
