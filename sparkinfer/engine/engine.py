@@ -51,7 +51,7 @@ class Engine:
         self.max_context = min(max_context or runner.max_context, runner.max_context, self.memory.capacity)
         self.max_running = min(self.limits.max_running or runner.num_slots, runner.num_slots)
         self.vocab_size, self.turn_ids = runner.config.vocab_size, turn_starts(tokenizer)
-        self.cache_file, self.capacity = cache_file, None     # capacity: what the runner was loaded with room for, if somebody says
+        self.cache_file, self.capacity, self.card = cache_file, None, None     # capacity: what the runner was loaded with room for; card: a ModelCard; if somebody says
         self._waiting, self._running, self._streams = [], [], set()    # waiting: sequences in order; all three change only while `_changed` is held
         self._changed, self._calls, self._look, self._held = threading.Condition(), deque(), False, False
         self._serial, self._pid, self._longest, self._next_look = itertools.count(), os.getpid(), None, 0.0
