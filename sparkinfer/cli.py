@@ -12,7 +12,7 @@ __all__ = ['SAMPLING', 'kv_option', 'model_option', 'CHAT_HELP', 'OneLine', 'exp
            'eval_logits_command']
 
 # %% ../nbs/11_cli.ipynb #7a084505
-import errno, json, os, sys, time
+import errno, json, os, signal, sys, time
 import click
 import sparkinfer
 from .errors import RequestError, SparkinferError, plural
@@ -336,12 +336,17 @@ def named(target):
 
 @contextmanager
 def interruptible(target):
-    "Ctrl-C is one line and exit code 130. The writers have removed what they had of `target` by then"
-    there = os.path.lexists(target)
+    "Ctrl-C is one line and exit code 130, SIGTERM the same and 143. The writers have removed what they had of `target` by then"
+    there, ended = os.path.lexists(target), []
+    def stop(number, frame):
+        ended.append(number)
+        raise KeyboardInterrupt
+    before = signal.signal(signal.SIGTERM, stop)
     try: yield
     except KeyboardInterrupt:
         click.echo('interrupted; ' + (f'{target} was complete already' if os.path.lexists(target) and not there else 'nothing was written'), err=True)
-        sys.exit(130)
+        sys.exit(143 if ended else 130)
+    finally: signal.signal(signal.SIGTERM, before)
 
 @cli.command()
 @click.argument('source', metavar='IN')

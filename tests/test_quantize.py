@@ -528,7 +528,8 @@ def test_a_place_that_cannot_be_written_is_one_line(small_models, tmp_path, verb
     assert ('exists already' if place in ('there', 'dangling') else 'cannot be written') in said and Path(place).name[:20] in said and sorted(tmp_path.iterdir()) == before
 
 @pytest.mark.parametrize('args', [['quantize', 'tiny', 'x'], ['quantize', 'tiny', 'x.gguf', '--to', 'F16'], ['synth', 'tiny-llama', 'x', '--to', 'BF16'], ['synth', 'tiny-llama', 'x.gguf', '--to', 'F16']])
-def test_an_interrupted_command_is_one_line_and_leaves_nothing(small_models, tmp_path, args):
+@pytest.mark.parametrize('number, ended', [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_command_is_one_line_and_leaves_nothing(small_models, tmp_path, args, number, ended):
     "The signal comes when all bytes are written and wait for the disk, which here takes a minute"
     code = f"import os, sys, time\nos.fsync = lambda file: time.sleep(60)\nfrom sparkinfer.cli import main\nmain({[str(small_models['tiny-llama'][0]) if arg == 'tiny' else arg for arg in args]!r})"
     child = subprocess.Popen([sys.executable, '-c', code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
@@ -537,9 +538,9 @@ def test_an_interrupted_command_is_one_line_and_leaves_nothing(small_models, tmp
     while written() < 10_000 and time.time() < deadline: time.sleep(.02)
     time.sleep(.3)
     assert list(tmp_path.iterdir())
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     out, noise = child.communicate(timeout=60)
-    assert (child.returncode, out, noise) == (130, '', 'interrupted; nothing was written\n') and not list(tmp_path.iterdir())
+    assert (child.returncode, out, noise) == (ended, '', 'interrupted; nothing was written\n') and not list(tmp_path.iterdir())
 
 def test_synth_names_its_mix(tmp_path):
     said = ' '.join(command('synth', '--help').stdout.split())
