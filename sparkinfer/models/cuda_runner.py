@@ -597,7 +597,7 @@ def sample_of(token): return Sampled(int(token), np.nan, *NOTHING)
 
 def is_plain(spec):
     "Whether the largest logit is the answer, and nothing else is asked"
-    return spec.temperature < GREEDY_BELOW and spec.num_logprobs < 0 and spec.repetition_penalty == 1 and not (spec.presence_penalty or spec.frequency_penalty or len(spec.bias_ids))
+    return spec.temperature < GREEDY_BELOW and spec.num_logprobs < 0 and spec.repetition_penalty == 1 and not (spec.presence_penalty or spec.frequency_penalty or len(spec.bias_ids) or len(spec.allowed))
 
 @patch
 def pieces(self: CudaRunner, batch, order):

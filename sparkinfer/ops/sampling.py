@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['GREEDY_BELOW', 'GOLDEN', 'SampleSpec', 'Sampled', 'SamplingError', 'mix64', 'noise_key', 'token_uniform',
-           'gumbel_noise', 'adjust_logits_spec', 'filter_spec', 'is_greedy', 'log_softmax', 'probabilities',
-           'sample_spec', 'largest', 'gumbel_argmax', 'exponentials', 'sort_in_place', 'largest_k', 'nucleus',
-           'adjust_logits', 'draw', 'logprobs_of', 'sample_row', 'sample']
+           'gumbel_noise', 'adjust_logits_spec', 'unpack_mask', 'pack_mask', 'filter_spec', 'is_greedy', 'log_softmax',
+           'probabilities', 'sample_spec', 'largest', 'gumbel_argmax', 'exponentials', 'sort_in_place', 'largest_k',
+           'nucleus', 'adjust_logits', 'mask_logits', 'draw', 'logprobs_of', 'sample_row', 'sample']
 
 # %% ../../nbs/ops/06_sampling.ipynb #07133f63
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from ..jit import jit
 # %% ../../nbs/ops/06_sampling.ipynb #52be0e79
 def _no_ids(): return np.empty(0, np.int32)
 def _no_values(): return np.empty(0, np.float32)
+def _no_words(): return np.empty(0, np.uint32)
 
 @dataclass(frozen=True, eq=False)
 class SampleSpec:
@@ -37,6 +38,7 @@ class SampleSpec:
     history_ids: np.ndarray = field(default_factory=_no_ids)      # int32 (t,): the prompt's tokens, then the generated ones
     prompt_length: int = 0            # how many of `history_ids` are the prompt's
     num_logprobs: int = -1            # -1 none; 0 the drawn token's own; n also the n most likely
+    allowed: np.ndarray = field(default_factory=_no_words)        # uint32 (words,): bit i % 32 of word i // 32 is 1 if token i is allowed, tokens past the last word are not; (0,): all are
 
 class Sampled(NamedTuple):
     "One drawn token. `logprob` is NaN and the arrays are empty unless they were asked for."
@@ -96,7 +98,7 @@ def gumbel_noise(key, # uint64 from `noise_key`
 def adjust_logits_spec(logits: np.ndarray, # float32 (vocab,)
                        spec: SampleSpec
                       ) -> np.ndarray: # float32 (vocab,), a new array
-    "Bias, then the three penalties"
+    "Bias, the three penalties, and the mask: what is not allowed becomes -inf"
     out = np.array(logits, np.float32)
     np.add.at(out, spec.bias_ids, spec.bias_values)
     seen = np.unique(spec.history_ids)
@@ -105,7 +107,22 @@ def adjust_logits_spec(logits: np.ndarray, # float32 (vocab,)
         out[seen] = np.where(out[seen] > 0, out[seen] / r, out[seen] * r)
     ids, counts = np.unique(spec.history_ids[spec.prompt_length:], return_counts=True)
     out[ids] -= np.float32(spec.frequency_penalty) * counts.astype(np.float32) + np.float32(spec.presence_penalty)
+    if len(spec.allowed): out[~unpack_mask(spec.allowed, len(out))] = -np.inf
     return out
+
+def unpack_mask(allowed: np.ndarray, # uint32 (words,), see `SampleSpec.allowed`
+                vocab: int
+               ) -> np.ndarray: # bool (vocab,)
+    "One truth value for each token"
+    bits = np.zeros(vocab, bool)
+    said = np.unpackbits(allowed.astype('<u4').view(np.uint8), bitorder='little')[:vocab]
+    bits[:len(said)] = said
+    return bits
+
+def pack_mask(bits: np.ndarray # bool (vocab,)
+             ) -> np.ndarray: # uint32 (⌈vocab / 32⌉,)
+    "The other way round"
+    return np.packbits(np.pad(bits, (0, -len(bits) % 32)), bitorder='little').view('<u4').astype(np.uint32)
 
 # %% ../../nbs/ops/06_sampling.ipynb #62e3fd0d
 def filter_spec(scaled: np.ndarray, # float64 (vocab,): logits after penalties, divided by the temperature
@@ -333,6 +350,16 @@ def adjust_logits(logits, bias_ids, bias_values, history_ids, prompt_length, rep
             counts[i] = 1
     return out
 
+@jit
+def mask_logits(values, allowed): # float32 (n,), uint32 (words,)
+    "In place: -inf for every token that is not allowed"
+    for w in range(allowed.shape[0]):
+        bits, start = np.int64(allowed[w]), 32 * w
+        if bits == 0xFFFFFFFF: continue
+        for i in range(start, min(start + 32, values.shape[0])):
+            if not bits >> (i - start) & 1: values[i] = -np.inf
+    for i in range(32 * allowed.shape[0], values.shape[0]): values[i] = -np.inf
+
 # %% ../../nbs/ops/06_sampling.ipynb #ad376bff
 @jit
 def draw(values, index, best, temperature, top_k, top_p, min_p, key):
@@ -367,13 +394,14 @@ def logprobs_of(logits, index, best, token, top_ids, top_logprobs):
 # %% ../../nbs/ops/06_sampling.ipynb #89b7dc52
 @jit
 def sample_row(logits, temperature, top_k, top_p, min_p, repetition, presence, frequency, key,
-               bias_ids, bias_values, history_ids, prompt_length, want_logprob, top_ids, top_logprobs):
+               bias_ids, bias_values, history_ids, prompt_length, allowed, want_logprob, top_ids, top_logprobs):
     "All stages on one row: `(token, logprob)`. A token below 0 is a refusal: -1 NaN or +inf in the row, -2 every token ruled out"
     index, best = largest(logits)
     if index < 0: return index, np.nan
     token = index
-    if bias_ids.shape[0] or repetition != 1 or presence != 0 or frequency != 0:
+    if bias_ids.shape[0] or repetition != 1 or presence != 0 or frequency != 0 or allowed.shape[0]:
         values = adjust_logits(logits, bias_ids, bias_values, history_ids, prompt_length, repetition, presence, frequency)
+        if allowed.shape[0]: mask_logits(values, allowed)
         token, high = largest(values)
         if token >= 0: token = draw(values, token, high, temperature, top_k, top_p, min_p, key)
     else: token = draw(logits, index, best, temperature, top_k, top_p, min_p, key)
@@ -388,6 +416,6 @@ def sample(logits: np.ndarray, # float32 (vocab,), contiguous
     top_ids, top_logprobs = np.empty(n, np.int32), np.empty(n, np.float32)
     token, logprob = sample_row(logits, float(spec.temperature), int(spec.top_k), float(spec.top_p), float(spec.min_p),
         np.float32(spec.repetition_penalty), np.float32(spec.presence_penalty), np.float32(spec.frequency_penalty), _as_key(spec),
-        spec.bias_ids, spec.bias_values, spec.history_ids, int(spec.prompt_length), spec.num_logprobs >= 0, top_ids, top_logprobs)
+        spec.bias_ids, spec.bias_values, spec.history_ids, int(spec.prompt_length), spec.allowed, spec.num_logprobs >= 0, top_ids, top_logprobs)
     if token < 0: _refuse(token, spec.step)
     return Sampled(token, logprob, top_ids, top_logprobs)
