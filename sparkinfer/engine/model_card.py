@@ -44,10 +44,11 @@ class ModelCard:
     modified: float = 0.0           # the file's time, in seconds since 1970
     digest: str = '0' * 64
     pooling: str = 'mean'           # how it embeds
+    device: str = 'cpu'             # where it computes; 'cuda' is a GPU
     numbers: Mapping = field(default_factory=dict)
 
     @classmethod
-    def of(cls, weights, metadata: Mapping, path: Path):
+    def of(cls, weights, metadata: Mapping, path: Path, device='cpu'):
         "From a `Weights`, its checkpoint's metadata and the path of the file or folder"
         config, arch, stat = weights.config, weights.config.architecture, Path(path).stat()
         digest = hashlib.sha256(f'{config!r} {stat.st_size} {stat.st_mtime_ns}'.encode())
@@ -55,7 +56,7 @@ class ModelCard:
         numbers = {f'{arch}.{key}': getattr(config, field) for key, field in _NUMBERS.items() if getattr(config, field)}
         said = lambda key, default: value if isinstance(value := metadata.get(key), str) and value else default
         return cls(arch, 'gguf' if Path(path).is_file() else 'safetensors', quantization_of(weights, metadata), sum(t.size for t in weights.table.values()), weights.nbytes, config.context_length,
-                   said('general.organization', said('general.author', 'unknown')), said('general.license', ''), stat.st_mtime, digest.hexdigest(), _POOLINGS.get(metadata.get(f'{arch}.pooling_type'), 'mean'), numbers)
+                   said('general.organization', said('general.author', 'unknown')), said('general.license', ''), stat.st_mtime, digest.hexdigest(), _POOLINGS.get(metadata.get(f'{arch}.pooling_type'), 'mean'), device, numbers)
 
     @property
     def size_label(self) -> str:
