@@ -12,20 +12,23 @@ except ImportError: PAGE = 16
 
 
 class TinyTokenizer:
-    "Ids 0-255 are bytes, then the control tokens, then any longer pieces that a test asks for"
+    "Ids 0-255 are bytes, then the control tokens, then any longer pieces that a test asks for; `markup` are tokens such as `<think>`, whose spelling in a request is no token"
     CONTROL = ('<|end|>', '<|system|>', '<|user|>', '<|assistant|>')
 
-    def __init__(self, *pieces):
-        self.pieces = [bytes([i]) for i in range(256)] + [c.encode() for c in self.CONTROL] + [p.encode() if isinstance(p, str) else p for p in pieces]
-        self.control = {c: 256 + i for i, c in enumerate(self.CONTROL)}
-        self.special_ids = frozenset(self.control.values())
+    def __init__(self, *pieces, markup=()):
+        spelled = (*self.CONTROL, *markup)
+        self.pieces = [bytes([i]) for i in range(256)] + [c.encode() for c in spelled] + [p.encode() if isinstance(p, str) else p for p in pieces]
+        self.control = {c: 256 + i for i, c in enumerate(spelled)}
+        self.special_ids = frozenset(self.control[c] for c in self.CONTROL)
         self.eos_ids, self.eos_id, self.bos_id, self.add_bos = frozenset([256]), 256, None, False
-        self.control_starts = self.special_starts = re.compile('|'.join(f'<(?={re.escape(c[1:])})' for c in self.CONTROL))   # what ChatTemplate.encode asks for
+        self.control_starts, self.special_starts = (re.compile('|'.join(f'<(?={re.escape(c[1:])})' for c in some)) for some in (self.CONTROL, spelled))   # what ChatTemplate.encode asks for
         self.vocab_size = len(self.pieces)
-        longest = sorted((p for i, p in enumerate(self.pieces) if i not in self.special_ids), key=len, reverse=True)
+        longest = sorted((p for i, p in enumerate(self.pieces) if i not in self.control.values()), key=len, reverse=True)
         self._ids = {p: i for i, p in enumerate(self.pieces)}
         self._plain = re.compile(b'|'.join([re.escape(p) for p in longest if len(p) > 1] + [b'.']), re.DOTALL)
-        self._special = re.compile('(' + '|'.join(re.escape(c) for c in self.CONTROL) + ')')
+        self._special = re.compile('(' + '|'.join(re.escape(c) for c in spelled) + ')')
+
+    def token_id(self, text): return self.control.get(text)
 
     def split_special(self, text): return [self.control.get(part, part) for part in self._special.split(text) if part]
 
@@ -93,10 +96,10 @@ class ScriptedRunner:
     def submit(self, batch, sampling=None):
         if self.gate: self.gate(batch)
         self.steps.append((int(batch.positions[0]), len(batch)))
-        said, wanted = {}, set(batch.output_rows.tolist())
+        said, wanted = {}, {row: 0 if sampling is None else sampling[k].step for k, row in enumerate(batch.output_rows.tolist())}
         for row, (token, position, slot) in enumerate(zip(batch.tokens.tolist(), batch.positions.tolist(), batch.slots.tolist())):
             history = self.take(token, position, slot)
-            if row in wanted: said[row] = self.script(history)
+            if row in wanted: said[row] = self.script(history, wanted[row]) if isinstance(self.script, Answering) else self.script(history)
         rows = [said[r] for r in batch.output_rows.tolist()]
         if sampling is None: return StepResult(logits=np.array([self.row_of(r) for r in rows], np.float32))
         drawn = [self.draw(row, spec) for row, spec in zip(rows, sampling, strict=True)]
@@ -138,6 +141,50 @@ def saying(tokenizer, reply):
         done = len(history) - start
         return ids[done] if done < len(ids) else 256
     return script
+
+
+class Answering:
+    """A script that knows where its prompt ends, so that prompt and answer may hold anything. `reply`: a text; a list whose items (texts, bytes or ids) are one token each;
+    a dict, of which the first entry whose key stands in the prompt counts; or a function of the prompt's text that gives one of these. After it comes the end token."""
+    def __init__(self, tokenizer, reply): self.tokenizer, self.reply = tokenizer, reply
+
+    def ids(self, prompt):
+        said = self.reply
+        if callable(said): said = said(prompt)
+        if isinstance(said, dict): said = next((said[key] for key in said if key in prompt), 'ok')
+        if isinstance(said, str): return self.tokenizer.encode(said, special=True)
+        return [t if isinstance(t, int) else self.tokenizer._ids[t.encode() if isinstance(t, str) else t] for t in said]
+
+    def __call__(self, history, step):
+        ids = self.ids(self.tokenizer.decode(history[:len(history) - step], skip_special=False))
+        return ids[step] if step < len(ids) else 256
+
+
+def thinking_template(calls='hermes', opens=True):
+    """A template with reasoning and tools. `calls`: 'hermes' or 'qwen_xml'. `opens`: the prompt ends with `<think>` unless `enable_thinking` is false; else the model writes it itself.
+    It says `reasoning_effort` where it has one."""
+    begin = {'hermes': """<tool_call>\n{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>""",
+             'qwen_xml': """<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"""}[calls]
+    return ("{% if tools %}<|system|>Tools:{% for t in tools %}\n{{ t | tojson }}{% endfor %}{% endif %}{% if reasoning_effort is defined %}<|system|>Effort: {{ reasoning_effort }}{% endif %}"
+            "{% for m in messages %}{% if m.role == 'tool' %}<|user|><tool_response>{{ m.content }}</tool_response>"
+            "{% elif m.role in ('system', 'user', 'assistant') %}<|{{ m.role }}|>{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+            "{% for c in m.tool_calls or [] %}" + begin + "{% endfor %}{% else %}{{ raise_exception('unknown role ' + m.role) }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+            + ("{% else %}<think>\n" if opens else "") + "{% endif %}{% endif %}")
+
+
+MARKUP = ('<think>', '</think>', '<tool_call>', '</tool_call>')
+
+def scripted_engine(reply, *pieces, template=None, markup=MARKUP, name='org/tiny', gate=None, max_context=4096, num_slots=4, **kwargs):
+    """An engine whose model answers `reply` (see `Answering`), token by token. Strings and bytes in a list are tokens of their own, as are `pieces`; all other text is a token for each byte.
+    `template`: the source of a chat template, by default `thinking_template()`. `markup`: spellings that are one token where the model writes them; () lets them come byte by byte."""
+    from sparkinfer.engine.engine import Engine
+    from sparkinfer.text.chat_template import ChatTemplate
+    lists = [r for r in (reply.values() if isinstance(reply, dict) else [reply]) if isinstance(r, list)]
+    own = {p.encode() if isinstance(p, str) else p for r in lists for p in r if not isinstance(p, int)}
+    tokenizer = TinyTokenizer(*pieces, *sorted(p for p in own if len(p) > 1 and p.decode(errors='replace') not in (*TinyTokenizer.CONTROL, *markup)), markup=markup)
+    runner = ScriptedRunner(Answering(tokenizer, reply), tokenizer, max_context, gate, num_slots=num_slots)
+    return Engine(runner, tokenizer, ChatTemplate(template or thinking_template()), name=name, **kwargs)
 
 
 def babble(vocab_size, seed=0):

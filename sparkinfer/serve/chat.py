@@ -13,28 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from ..engine.request import ErrorEvent, FinishEvent, Request, SamplingParams, Timing, Usage, new_id
 from .protocol import ApiError, error_of
-
-try: from sparkinfer.text.reasoning_tools import Markup, OutputParser, Piece, opened_by
-except ModuleNotFoundError:
-    @dataclass(frozen=True, slots=True)
-    class Piece:
-        kind: str
-        text: str = ''
-        call: int = -1
-        name: str = ''
-        complete: bool = True
-    @dataclass(frozen=True)
-    class Markup:
-        think_open: str = ''
-        think_close: str = ''
-        call_format: str = ''
-        @classmethod
-        def from_template(cls, source): return cls()
-    class OutputParser:
-        def __init__(self, markup, opened=False, tools=(), parallel=True): self.reasoning_open, self.calls = False, []
-        def push(self, text): return [Piece('content', text)] if text else []
-        def finish(self, cut=False): return []
-    def opened_by(prompt, markup): return False
+from ..text.reasoning_tools import Markup, OutputParser, Piece, opened_by
 
 # %% ../../nbs/serve/01_chat.ipynb #0d50c285
 @dataclass
@@ -107,6 +86,7 @@ class AnswerBuilder:
         open_before = self.parser.reasoning_open
         pieces = list(self.parser.finish(cut))
         if cut and open_before: self.answer.cut_in = 'reasoning'
+        if getattr(self.parser, 'cut_call', False): self.answer.cut_in = 'call'
         return pieces
 
     def _take(self, piece):
@@ -236,7 +216,7 @@ def chat_job(call: ChatCall, engine, writer: Writer) -> Job:
     if ids is None:
         ids = engine.encode_chat(call.messages, **({'tools': tools} if tools else {}), **template_variables(call))
         markup = Markup.from_template(template.source)
-        opened = opened_by(engine.tokenizer.decode([int(i) for i in ids[-32:]], skip_special=False), markup)
+        opened = opened_by([int(i) for i in ids], markup, engine.tokenizer)
     request = Request(ids, call.params, priority=call.priority, max_seconds=call.max_seconds)
     engine.check(request)
     return Job([request], writer, call.stream, lambda index: OutputParser(markup, opened, tools, call.parallel_tool_calls))
