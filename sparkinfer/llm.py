@@ -375,6 +375,7 @@ def load_engine(parts, context=None, threads=None, runner='auto', progress=None,
     Closes `parts` if it fails."""
     from contextlib import ExitStack
     from sparkinfer.engine.engine import Engine
+    from sparkinfer.engine.model_card import ModelCard
     from sparkinfer.engine.request import EngineDefaults
     from sparkinfer.measure.speed import memory_available
     from sparkinfer.memory.host_spill import HostSpill
@@ -394,7 +395,7 @@ def load_engine(parts, context=None, threads=None, runner='auto', progress=None,
         kept = ModelMemory(loaded, not memory.no_prefix_cache, snapshots, spill, fingerprint=fingerprint)
         if file: read_cache_file(kept, file, progress or Progress(parts.name, enabled=False))
         engine = Engine(loaded, parts.tokenizer, parts.template, chosen, limits=limits, memory=kept, name=parts.name, cache_file=file)
-        engine.capacity = room
+        engine.capacity, engine.card = room, ModelCard.of(parts.weights, parts.checkpoint.metadata, parts.path, 'cuda' if runner == 'cuda' else 'cpu')
         undo.pop_all()
     return engine, threads
 

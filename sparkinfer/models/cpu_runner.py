@@ -26,7 +26,7 @@ from ..ops.gated_deltanet import delta_scratch_bytes
 from ..ops.file_rows import row_kind
 from ..ops.linear import SCRATCH_PER_BLOCK, TILE_F32, activation_bytes, matmul, matvec, open_door, pack, read_row, tile_bytes, tile_kind, tile_rows
 from ..ops.moe_routing import route_scratch_bytes
-from ..ops.norm_rope import half_split_order, rope_table
+from ..ops.norm_rope import half_split_order, rms_norm_spec, rope_table
 from ..ops.sampling import sample
 from ..ops.simd import add, load_f32x8, store
 from ..ops.thread_team import Pace, ThreadTeam, barrier
@@ -203,7 +203,7 @@ class CpuRunner:
         if weights not in ('auto', 'repack', 'file'): raise SparkinferError(f"weights is {weights!r}; use 'auto', 'repack' or 'file'")
         self.num_threads, self.kv_type, self.max_rows = num_threads or default_threads(), kv_type, (max_rows + 3) // 4 * 4
         self.kv_tag, self.config, self.placement, self.room = KV_TYPES[kv_type], None, weights, room
-        self.team, self.pace, self.batch_pace, self.rows = ThreadTeam(self.num_threads), Pace(self.num_threads), Pace(self.num_threads), None
+        self.team, self.pace, self.batch_pace, self.rows, self.last_rows = ThreadTeam(self.num_threads), Pace(self.num_threads), Pace(self.num_threads), None, 0
 
     def load(self, weights, max_context=None, num_slots=1, progress=None, num_pages=None):
         "Repack `weights` and make room; see `Runner.load`. The file's pages are released as they are repacked"
@@ -224,6 +224,10 @@ class CpuRunner:
     @property
     def can_truncate(self): return self.config.can_truncate
     def reset(self, slot): self.lengths[slot] = 0
+    @property
+    def hidden(self):
+        "float32 (rows, hidden_size): the last step's rows after the final norm; of more than `max_rows` rows the last piece"
+        return rms_norm_spec(self.x[:self.last_rows], self.final_norm, self.eps)
 
     def close(self):
         self.team.close()
@@ -330,7 +334,7 @@ def _place_weights(self: CpuRunner, weights, progress):
                 if f'layers.{i}.{name}' in weights: layers[i, LAYER.index(column)] = self._vector(f'layers.{i}.{name}')
             for name, column in MATRICES[kind].items():
                 if f'layers.{i}.{name}' in weights: layers[i, LAYER.index(column):LAYER.index(column) + 2] = self._matrix(f'layers.{i}.{name}')
-    plan[FINAL_NORM] = self._vector('final_norm')
+    plan[FINAL_NORM], self.final_norm = self._vector('final_norm'), self.memory[-1].view(np.float32)[:c.hidden_size]
     plan[HEAD], plan[HEAD_KIND] = self._matrix('head')
     self.embed = None if c.tie_embeddings else weights['embed']
     if c.tie_embeddings: plan[EMBED], plan[EMBED_KIND] = plan[HEAD], plan[HEAD_KIND]
@@ -464,6 +468,7 @@ def resident_bytes(weights, room=None):
 def submit(self: CpuRunner, batch, sampling=None):
     "Compute a step; see `Runner.submit`"
     check_batch(batch, self.config, self.lengths, self.max_context, tables=self.block_tables, num_pages=self.num_pages)
+    self.last_rows = (len(batch) - 1) % self.max_rows + 1
     logits = self._decode(batch) if len(batch) == 1 else self._batch(batch)
     if sampling is None: return StepResult(logits=np.array(logits))            # the next step writes over this one's
     return self._draw(logits, sampling)

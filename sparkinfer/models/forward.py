@@ -64,7 +64,8 @@ NO_TOKEN = -2**31                     # in no table: who does not look at `error
 @runtime_checkable
 class Runner(Protocol):
     """What the engine asks of a model on a device. Positions of a slot grow without holes; writing an earlier position again discards what came after it.
-    Where `config.can_truncate` is False (recurrent layers), the only earlier position is 0: a step goes on where the slot ends, or starts it anew."""
+    Where `config.can_truncate` is False (recurrent layers), the only earlier position is 0: a step goes on where the slot ends, or starts it anew.
+    A runner may have `.hidden`: float32 (rows, hidden_size), of the rows of the last collected step after the final norm."""
     def load(self, weights, max_context=None, num_slots=1, progress=None, num_pages=None):
         """Take the weights and make room for `num_slots` sequences of `max_context` tokens; `progress(done_bytes, total_bytes)`; returns self. Sets `.config`, `.max_context`, `.num_slots`,
         `.lengths` (int64 (num_slots,): positions that each slot holds), `.num_pages`, `.page_bytes` (all attention layers; 0 without any), `.state_bytes` (a slot's, all recurrent layers) and

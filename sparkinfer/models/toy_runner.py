@@ -147,6 +147,12 @@ def _logits(self: ToyRunner, slot, position, token, state, step):
     code = mix(self.summary(slot, position + 1) ^ state)
     return (mix_many(self.ids + np.uint64(code)) >> np.uint64(40)).astype(np.float32) * np.float32(8 / (1 << 24))
 
+@patch(as_prop=True)
+def hidden(self: ToyRunner):
+    "float32 (rows, hidden_size) in [-1, 1) for the rows of the last step: other hashes of what the logits are made from"
+    codes = np.array([mix(mix(self.summary(slot, position + 1) ^ state)) for slot, position, state in self.last], np.uint64)
+    return (mix_many(self.ids[:self.config.hidden_size] + codes[:, None]) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - 1
+
 @patch
 def submit(self: ToyRunner, batch, sampling=None):
     "Compute the step now; the handle is its result"
@@ -156,6 +162,7 @@ def submit(self: ToyRunner, batch, sampling=None):
     rows, states = {}, {}
     for row, slot in enumerate(slots): rows.setdefault(slot, []).append(row)
     for slot, mine in rows.items(): states.update(zip(mine, self._write_rows(slot, [tokens[r] for r in mine], positions[mine[0]])))
+    self.last = [(slots[r], positions[r], states[r]) for r in range(len(slots))]
     specs = [None] * len(batch.output_rows) if sampling is None else sampling
     logits = [self._logits(slots[r], positions[r], tokens[r], states[r], 0 if spec is None else spec.step)
               for r, spec in zip(batch.output_rows.tolist(), specs, strict=True)]
