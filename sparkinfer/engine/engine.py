@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 import numpy as np
 from fastcore.basics import patch
+from .grammar import GrammarCompiler
 from .request import DeadlineExceeded, EngineBusy, EngineDefaults, ErrorEvent, FinishEvent, Request, Timing, Usage, _check_id, resolve
 from .scheduler import EngineLimits, Work, order_key, plan_rows
 from .sequence import Sequence, Stream
@@ -20,7 +21,7 @@ from ..memory.model_memory import ModelMemory
 from ..memory.paged_kv import pages_for
 from ..models.forward import Batch
 from ..ops.attention import PAGE
-from ..ops.sampling import Sampled
+from ..ops.sampling import Sampled, SampleSpec
 
 # %% ../../nbs/engine/02_engine.ipynb #c5c96b5f
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Engine:
         self.limits, self.memory = replace(limits, **changes), memory or ModelMemory(runner)
         self.max_context = min(max_context or runner.max_context, runner.max_context, self.memory.capacity)
         self.max_running = min(self.limits.max_running or runner.num_slots, runner.num_slots)
-        self.vocab_size, self.turn_ids = runner.config.vocab_size, turn_starts(tokenizer)
+        self.vocab_size, self.turn_ids, self.grammars = runner.config.vocab_size, turn_starts(tokenizer), GrammarCompiler(tokenizer)
         self.cache_file, self.capacity, self.card = cache_file, None, None     # capacity: what the runner was loaded with room for; card: a ModelCard; if somebody says
         self._waiting, self._running, self._streams = [], [], set()    # waiting: sequences in order; all three change only while `_changed` is held
         self._changed, self._calls, self._look, self._held = threading.Condition(), deque(), False, False
@@ -94,7 +95,15 @@ def check(self: Engine, request: Request):
     _check_id('prompt', request.prompt_ids.min(), self.vocab_size), _check_id('prompt', request.prompt_ids.max(), self.vocab_size)
     for token in p.logit_bias: _check_id('logit_bias', token, self.vocab_size)
     for token in p.stop_token_ids: _check_id('stop_token_ids', token, self.vocab_size)
+    self._rules(p)
     return resolve(p, self.defaults, min(self.max_context - tokens, self.limits.max_output or self.max_context))
+
+@patch
+def _rules(self: Engine, params):
+    "What the answers must keep to, compiled; the compiler remembers it"
+    marks = [*(params.grammar.after if params.grammar else ()), *((*params.reasoning.open, *params.reasoning.close) if params.reasoning else ())]
+    for token in marks: _check_id('reasoning', token, self.tokenizer.vocab_size)
+    return self.grammars.rules(params)
 
 @patch
 def submit(self: Engine, request: Request) -> Stream:
@@ -103,7 +112,7 @@ def submit(self: Engine, request: Request) -> Stream:
     params, now = self.check(request), time.perf_counter()
     allowed = [s for s in (request.max_seconds, self.limits.max_seconds) if s is not None]
     stream = Stream(self, request, params, min(allowed, default=None))
-    stream.marks = turn_marks(request.prompt_ids, self.turn_ids)
+    stream.marks, stream.rules = turn_marks(request.prompt_ids, self.turn_ids), self._rules(params)
     first = Sequence(stream, 0, self.tokenizer, (order_key(now, request.priority, self.limits), next(self._serial), 0))
     with self._changed:
         if self._closing: raise EngineBusy('the engine is shutting down', 'closing')
@@ -319,13 +328,25 @@ def _step(self: Engine):
     planned = self._make_room([(q, r) for q, r in zip(running, rows) if r])
     if not planned: return
     draws = self._draws(planned)
+    specs, faults = self._specs(draws)
     began = time.perf_counter()
-    try: result = self.runner.collect(self.runner.submit(self._batch(planned, draws), [q.spec() for q, _ in draws]))
+    try: result = self.runner.collect(self.runner.submit(self._batch(planned, draws), specs))
     except Exception as error: return self._isolate([q for q, _ in planned], error)
     self.work['runner_seconds'] += time.perf_counter() - began
     for name, more in (('steps', 1), ('rows', sum(r for _, r in planned)), ('drawn', len(draws))): self.work[name] += more
     self._keep(planned)
-    self._hand_out(draws, result)
+    self._hand_out(draws, result, faults)
+
+@patch
+def _specs(self: Engine, draws):
+    "(a `SampleSpec` for each draw, what went wrong with some of them: {number: exception}). A row whose constraint has failed takes part in the step and ends after it"
+    specs, faults = [], {}
+    for k, (sequence, _) in enumerate(draws):
+        try: specs.append(sequence.spec())
+        except Exception as error:
+            specs.append(SampleSpec())
+            faults[k] = error
+    return specs, faults
 
 @patch
 def _most(self: Engine, sequence):
@@ -363,14 +384,14 @@ def _keep(self: Engine, planned):
         except Exception: self.work['memory_faults'] += 1                       # what others could have gone on from is lost; this request goes on
 
 @patch
-def _hand_out(self: Engine, draws, result):
+def _hand_out(self: Engine, draws, result, faults):
     errors, top = result.errors or (None,) * len(draws), result.top or ((None, None),) * len(draws)
     for sequence, _ in draws:
         if sequence.lease is None and sequence.stream.sequences[0].lease: self._branch(sequence, sequence.stream.sequences[0])
     for k, (sequence, _) in enumerate(draws):
         if sequence.reason is not None: continue                                # another answer of its request has failed in this step
-        if errors[k] is not None:
-            self._fail(sequence.stream, errors[k])
+        if (error := faults.get(k, errors[k])) is not None:
+            self._fail(sequence.stream, error)
             continue
         try: events = sequence.accept(Sampled(int(result.tokens[k]), float(result.logprobs[k]), *top[k]))
         except Exception as error:                                              # a token that has no text, for one
