@@ -26,6 +26,8 @@ class ApiError(Exception):
     @property
     def body(self): return {'error': self.error}
 
+_FINAL = {'x-should-retry': 'false'}   # sending it again would end the same way
+
 def error_of(error: BaseException) -> ApiError:
     "What to tell the client about an exception. The text of an unexpected one stays in the server's log."
     if isinstance(error, ApiError): return error
@@ -36,9 +38,9 @@ def error_of(error: BaseException) -> ApiError:
     if isinstance(error, EngineBusy):
         if error.code == 'queue_full': return ApiError(429, str(error), 'rate_limit_error', code='server_overloaded', headers={'Retry-After': '1'})
         return ApiError(503, str(error), 'server_error', code='server_unavailable')
-    if isinstance(error, DeadlineExceeded): return ApiError(504, str(error), 'server_error', code='deadline_exceeded')
-    if isinstance(error, SparkinferError): return ApiError(500, str(error), 'server_error', code='generation_failed')
-    return ApiError(500, f'internal error ({type(error).__name__}); the server\'s log has the details', 'server_error', code='internal_error')
+    if isinstance(error, DeadlineExceeded): return ApiError(504, str(error), 'server_error', code='deadline_exceeded', headers=_FINAL)
+    if isinstance(error, SparkinferError): return ApiError(500, str(error), 'server_error', code='generation_failed', headers=_FINAL)
+    return ApiError(500, f'internal error ({type(error).__name__}); the server\'s log has the details', 'server_error', code='internal_error', headers=_FINAL)
 
 # %% ../../nbs/serve/00_protocol.ipynb #a834a3a6
 class Dialect:
