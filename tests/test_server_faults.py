@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import httpx, pytest
 from sparkinfer.engine.scheduler import EngineLimits
 from sparkinfer.engine.request import DeadlineExceeded, EngineBusy, FinishEvent, Request, SamplingParams, Usage
-from sparkinfer.serve.app import QUIET, RunningJob, ServeSettings, background_server, log_unexpected
+from sparkinfer.serve.app import ServeSettings, background_server
+from sparkinfer.serve.running import Bell, RunningJob, log_unexpected
 from test_server_openai import build, slowly
 
 CHAT, TEXT = '/v1/chat/completions', '/v1/completions'
@@ -247,18 +248,21 @@ class FullNow:
 class Ended:
     def __init__(self): self.events = [FinishEvent(0, 'stop', 'x', Usage(1, 1), 0)]
     def cancel(self): pass
-    def __aiter__(self): return self
-    async def __anext__(self):
-        if not self.events: raise StopAsyncIteration
-        return self.events.pop()
+    def take(self, wake):
+        events, self.events = self.events, []
+        return events, True
 
-def run_job(engine, patience=None, until=None, **knobs):
-    "All that the job of four prompts yields; `until(running)` may stop it at a quiet moment"
+def run_job(engine, poke=None, until=None, **knobs):
+    "The indices of all that the job of four prompts gives, and None for each poke, every `poke` seconds; `until(running)` may stop it then"
     async def collect():
-        running, got = RunningJob(engine, SimpleNamespace(requests=[Request([k + 1], **knobs) for k in range(4)])), []
-        async for index, event in running.events(patience):
-            got.append(index)
-            if event is QUIET and until: until(running)
+        running, got = RunningJob(engine, SimpleNamespace(requests=[Request([k + 1], **knobs) for k in range(4)]), Bell(asyncio.get_running_loop())), []
+        async def poking():
+            while poke: await asyncio.sleep(poke); running.poke()
+        poker = asyncio.create_task(poking())
+        while (news := await running.news()) is not None:
+            got += [index for index, _ in news] or [None]
+            if not news and until: until(running)
+        poker.cancel()
         return got
     return asyncio.run(asyncio.wait_for(collect(), 20))
 
@@ -266,7 +270,7 @@ def test_a_queue_full_of_others_is_waited_for():
     "Its own answers have ended, and nobody tells when a place is free. Only the first request may be refused; an engine that closes refuses any"
     engine = FullNow('ok', 'queue_full', *['queue_full'] * 5)
     assert sorted(run_job(engine)) == [0, 1, 2, 3] and [r.prompt_ids[0] for r in engine.taken] == [1, 2, 3, 4] and not engine.says
-    quiet = run_job(FullNow('ok', *['queue_full'] * 8), patience=0.1)                               # the client hears that the server lives
+    quiet = run_job(FullNow('ok', *['queue_full'] * 8), poke=0.1)                               # the client hears that the server lives
     assert sorted(i for i in quiet if i is not None) == [0, 1, 2, 3] and quiet.count(None) >= 2
     left = FullNow('ok', *['queue_full'] * 10**6)
     assert [i for i in run_job(left, 0.1, until=lambda running: running.cancel()) if i is not None] == [0]      # the client left meanwhile
