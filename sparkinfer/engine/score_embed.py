@@ -20,7 +20,7 @@ from ..ops.sampling import log_softmax
 ROWS = 64      # of one step at most: with a vocabulary of 150,000 their logits are 38 MB
 
 class Reading:
-    "One text on its way through the model. `take(begin, end, result)` gets the rows of each step from row `first` on; where `reuse`, those before it may come from the cache"
+    "One text on its way through the model. `take(begin, end, result)` gets the rows of each step from row `first` on; those before it may come from the cache. `reuse`: keep them for it, too"
     def __init__(self, engine, tokens, first, take, reuse, logits):
         self.engine, self.tokens, self.first, self.take, self.reuse, self.logits = engine, np.asarray(tokens, np.int32), first, take, reuse, logits
         self.lease, self.left, self.cached = None, False, 0
@@ -28,17 +28,13 @@ class Reading:
     def turn(self):
         "The next rows, on the engine's thread; AGAIN until all are computed"
         if self.left: return self.end(publish=False)
-        try:
-            if self.lease is None and not self.begin(): return AGAIN
-            self.step()
-        except BaseException:
-            self.end(publish=False)
-            raise
+        if self.lease is None and not self.begin(): return AGAIN
+        self.step()
         return AGAIN if self.lease.length < len(self.tokens) else self.end(publish=self.reuse)
 
     def begin(self) -> bool:
         "Take a slot and all pages, or nothing"
-        memory, known = self.engine.memory, self.tokens[:self.first + 1 if self.reuse else 1]
+        memory, known = self.engine.memory, self.tokens[:self.first + 1]
         lease = memory.open(known, (self.first,))
         if lease is not None and memory.extend(lease, len(self.tokens)):
             self.lease, self.cached = lease, lease.length
