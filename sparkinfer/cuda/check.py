@@ -7,9 +7,9 @@ __all__ = ['SCALARS', 'scalars', 'warp', 'matrix_products', 'TINY_SHAPES', 'FULL
            'VOCABULARY', 'KEY_HEADS', 'DELTA_DIM', 'HEAD_DIM', 'ROPE_DIM', 'TAPS', 'INTERVAL', 'SPREADS', 'TUNE',
            'PARTS', 'LAUNCHES', 'CHECKS', 'check_instructions', 'check_warp', 'check_matrix_products', 'linear_spec',
            'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_fused', 'check_rows',
-           'check_experts', 'check_jobs', 'check_delta', 'check_attention', 'check_runs', 'check_ends', 'noise',
-           'time_gemv', 'read_rate', 'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds',
-           'part_table', 'bench_step', 'compile_all', 'main']
+           'check_experts', 'check_jobs', 'check_pairs', 'check_delta', 'check_attention', 'check_runs', 'check_ends',
+           'noise', 'time_gemv', 'read_rate', 'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of',
+           'step_seconds', 'part_table', 'bench_step', 'compile_all', 'main']
 
 # %% ../../nbs/cuda/90_check.ipynb #b6083cd9
 import argparse, json, sys, time
@@ -29,7 +29,7 @@ from .gated_deltanet import delta_step_kernel
 from .moe_routing import experts_down_kernel, experts_up_kernel, router_blocks, router_kernel
 from .graphs import Buffer, CudaError, Graph, Kernel, checked, driver, replay_seconds
 from .linear import KINDS, PACKERS, Matrix, embed, gemv, gemv_arguments, gemv_kernel, kind_of, pack, plane_bytes, prepare, quantize_rows, quantize_spec, record_bytes, records_spec
-from .rows import JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel, round_rows, rows_product, tiled_records_spec
+from .rows import JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel, pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product, tiled_records_spec
 from .sampling import best_of_all, greedy
 from .ptx import *
 from .ptx import SIMULATED, TWINS, shared_address
@@ -318,30 +318,36 @@ def check_experts(rng):
     return f'{tokens} tokens, {chosen} of {experts} experts and a shared one: relative errors {error_up:.1e} in the middle, {error:.1e}'
 
 # %% ../../nbs/cuda/90_check.ipynb #75e1bc3d
-def check_jobs(rng):
+def _experts_for_many(rng, by_pairs):
     "Scores to residual stream for many tokens: the jobs against `jobs_spec`, the sum against the decoded weights with activations rounded as the kernels round them"
-    tokens, hidden, width, experts, chosen = (3, 256, 128, 32, 2) if SIMULATED else (27, 2048, 512, 256, 8)
-    up_type, down_type = 'Q4_K', 'Q8_0' if SIMULATED else 'Q5_K'
+    tokens, hidden, width, experts, chosen = ((2, 1024, 128, 32, 2) if by_pairs else (3, 256, 128, 32, 2)) if SIMULATED else (27, 2048, 512, 256, 8)
+    up_type, down_type, most = 'Q4_K', 'Q8_0' if SIMULATED else 'Q5_K', pairs_at_once(hidden) if by_pairs else 8
     decode = lambda name, blocks, *shape: quant_type(name).decode(blocks).reshape(shape).astype(np.float64)
     stack, stack_down = (random_blocks(n, c // quant_type(n).block_size, int(rng.integers(1 << 30)), 2e-4) for n, c in ((up_type, experts * 2 * width * hidden), (down_type, experts * hidden * width)))
     x, h, others = (rng.normal(0, 1, (tokens, hidden)).astype(np.float32) for _ in range(3))
     scores = rng.normal(0, 1, (tokens, experts + 1)).astype(np.float32)
     scores[tokens // 2:] = scores[-1]
-    scores[0, 5] = scores[0, 3] = 9
+    if by_pairs and SIMULATED: scores[:] = scores[-1]
+    else: scores[0, 5] = scores[0, 3] = 9
     ids, weights = route_spec(scores[:, :experts], chosen)
     W, D = Matrix.from_file(up_type, stack, experts * 2 * width, hidden), Matrix.from_file(down_type, stack_down, experts * hidden, width)
     given = [Buffer.of(a) for a in (x, h, others, scores)]
-    records, records_down = Buffer(tokens * record_bytes(hidden)), Buffer(tokens * chosen * record_bytes(width))
+    records, records_down = Buffer(tokens * record_bytes(hidden)), Buffer(tokens * chosen * record_bytes(width), fill=0xff)
     got_ids, got_weights, jobs, middles, parts = (Buffer(4 * tokens * chosen * n, fill=0xff) for n in (1, 1, JOB_WORDS, width, hidden))
     round_rows('quantize', hidden, given[0].address, records.address, tokens, dependent=False)
-    jobs_kernel(experts, chosen, tokens).launch(1, 1024, given[3].address, got_ids.address, got_weights.address, jobs.address)
-    jobs_up_kernel(up_type, hidden, width, chosen).launch(7 if SIMULATED else 132 * 6, 128, *W.addresses, records.address, jobs.address, middles.address, dependent=True)
-    round_rows('quantize', width, middles.address, records_down.address, tokens * chosen)
-    jobs_down_kernel(down_type, hidden, width).launch(2 if SIMULATED else 132 * 5, 128, *D.addresses, records_down.address, jobs.address, parts.address, dependent=True)
+    jobs_kernel(experts, chosen, tokens, True, most).launch(1, 1024, given[3].address, got_ids.address, got_weights.address, jobs.address)
+    if by_pairs:
+        assert pairs_fit(up_type, down_type, hidden, width)
+        pairs_up(up_type, hidden, width, chosen, tokens * chosen, *W.addresses, records.address, jobs.address, middles.address)
+        pairs_down(down_type, hidden, width, tokens * chosen, *D.addresses, middles.address, jobs.address, parts.address)
+    else:
+        jobs_up_kernel(up_type, hidden, width, chosen).launch(7 if SIMULATED else 132 * 6, 128, *W.addresses, records.address, jobs.address, middles.address, dependent=True)
+        round_rows('quantize', width, middles.address, records_down.address, tokens * chosen)
+        jobs_down_kernel(down_type, hidden, width).launch(2 if SIMULATED else 132 * 5, 128, *D.addresses, records_down.address, jobs.address, parts.address, dependent=True)
     add_parts_kernel(hidden, experts, chosen, 1).launch(tokens * -(-hidden // 256), 256, parts.address, given[2].address, got_weights.address, given[3].address, given[1].address, dependent=True)
     np.testing.assert_array_equal(got_ids.read(np.int32, ids.shape), ids)
     np.testing.assert_allclose(got_weights.read(np.float32, ids.shape), weights, rtol=1e-5)
-    got, want = jobs.read(np.int32, (tokens * chosen, JOB_WORDS)), jobs_spec(ids, experts)
+    got, want = jobs.read(np.int32, (tokens * chosen, JOB_WORDS)), jobs_spec(ids, experts, most)
     np.testing.assert_array_equal(got[:, 0], want[:, 0])
     for g, w in zip(got, want):
         if w[0] >= 0: np.testing.assert_array_equal(np.r_[g[:2], g[8:8 + g[1]]], np.r_[w[:2], w[8:8 + w[1]]])
@@ -357,6 +363,14 @@ def check_jobs(rng):
     error = np.linalg.norm(given[1].read(np.float32, h.shape) - total) / np.linalg.norm(total - h)
     assert error_up < 1e-5 and error < 1e-5, f'relative errors {error_up:.1e}, {error:.1e}'
     return f'{tokens} tokens, {(want[:, 0] >= 0).sum()} jobs, the largest of {want[:, 1].max()}: relative errors {error_up:.1e} in the middle, {error:.1e}'
+
+def check_jobs(rng):
+    "Experts for many tokens on the tensor cores, eight pairs a job"
+    return _experts_for_many(rng, False)
+
+def check_pairs(rng):
+    "Experts for many tokens by dp4a, two pairs a job"
+    return _experts_for_many(rng, True)
 
 # %% ../../nbs/cuda/90_check.ipynb #e1b4468e
 def check_delta(rng):
@@ -653,7 +667,7 @@ def noise_matrix(type_name, rows, columns, rng):
     return matrix
 
 # %% ../../nbs/cuda/90_check.ipynb #cadc7a09
-TUNE = dict(many=5, splits=0, ahead_delta=0, ahead_attend=0, ahead_router=0, ahead_up=True, ahead_down=.1)      # how a step is launched; `ahead_…`: the share of a later matrix that a kernel asks into the second cache; many: from so many rows on, the tensor cores
+TUNE = dict(many=5, splits=0, ahead_delta=0, ahead_attend=0, ahead_router=0, ahead_up=True, ahead_down=.1, beside=True)      # how a step is launched; `ahead_…`: the share of a later matrix that a kernel asks into the second cache; many: from so many rows on, the tensor cores; beside: the shared expert of many rows on a stream of its own
 
 class Walk:
     "All memory of one step of `rows` sequences of a model of noise (prompt: of so many tokens of one sequence), and `launch(stream)`, which launches it. `tokens` and `positions` are device memory"
@@ -694,7 +708,7 @@ class Walk:
         self.tokens, self.slots, self.log = Buffer.of(rng.integers(0, VOCABULARY, rows).astype(np.int32)), Buffer.of(np.arange(rows, dtype=np.int32) * (not prompt)), Buffer(4 * 1024 * rows, fill=0xff)
         self.positions, self.many = Buffer.of(np.zeros(rows, np.int32)), rows >= self.tune['many']
         if prompt: self.firsts, self.counts, self.mixed_in = Buffer.of(np.zeros(1, np.int32)), Buffer.of(np.array([rows], np.int32)), Buffer(4 * rows * self.channels)
-        if self.many and moe: self.jobs, self.middles, self.parts, self.shared, self.others, self.records_down = (Buffer(4 * rows * k) for k in (JOB_WORDS * m['chosen'], m['chosen'] * m['width'], m['chosen'] * H, 2 * m['width'], H, m['chosen'] * m['width']))
+        if self.many and moe: self.jobs, self.parts, self.shared, self.others, self.middles, self.record_shared = (Buffer(4 * rows * k) for k in (JOB_WORDS * m['chosen'], m['chosen'] * H, 2 * m['width'], H, m['chosen'] * m['width'], m['width']))
 
     def part_bytes(self, position):
         "What each kind of kernel has to read (and, of the states, write) in a step at `position`"
@@ -703,6 +717,7 @@ class Walk:
         parts = dict(into=size('into'), delta=deltas * n * 8 * m['value_heads'] * DELTA_DIM ** 2, attend=attentions * n * (2 * position * m['kv_heads'] * (HEAD_DIM + 4) if self.kv == 'int8' else 4 * position * m['kv_heads'] * HEAD_DIM), combine=0, out=size('out'), head=self.head.nbytes, ends=0)
         if not m['experts']: return parts | dict(up=size('up'), down=size('down'))
         share = (self.asked() if n > 1 else m['chosen']) / m['experts']              # of the experts, those that somebody asked last
+        if self.many: return parts | dict(router=size('router'), shared=size('shared_up') + size('shared_down'), up=size('up', share), down=size('down', share))
         return parts | dict(router=size('router') + size('shared_up'), up=size('up', share), down=size('down', share) + size('shared_down'))
 
     def asked(self): return len(set(self.ids.read(np.int32, self.rows * self.m['chosen']).tolist()))
@@ -770,23 +785,23 @@ class Walk:
         self.back(layer['out'], 'quantize')
 
     def jobs_of(self, layer):
-        "The experts for many rows"
-        m, H, n, record, width = self.m, self.m['hidden'], self.rows, self.record.address, self.m['width']
-        pairs = n * m['chosen']
+        "The experts for many rows; the shared one beside the router, on a stream of its own"
+        m, H, n, record, width, main = self.m, self.m['hidden'], self.rows, self.record.address, self.m['width'], self.stream
+        pairs, most, shared = n * m['chosen'], pairs_at_once(H), self.wanted('shared')
+        if self.wanted('router'): round_rows('norm', H, self.h.address, record, n, weight=layer['ffn_norm'].address, stream=main)
+        if shared:
+            side = main.fork() if self.tune['beside'] and main else main
+            rows_product(layer['shared_up'], record, self.shared.address, n, stream=side, dependent=side is main)
+            round_rows('swiglu', width, self.shared.address, self.record_shared.address, n, stream=side)
+            rows_product(layer['shared_down'], self.record_shared.address, self.others.address, n, stream=side)
         if self.wanted('router'):
             group = max(g for g in (1, 2, 4) if n % g == 0)
-            router_kernel(m['shared'], H, width, m['experts'], m['chosen'], 0, group).launch(router_blocks(width, m['experts'], 0, n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, 0, 0, 0, stream=self.stream, dependent=True)
-            jobs_kernel(m['experts'], m['chosen'], n).launch(1, 1024, layer['scores'].address, self.ids.address, self.weights.address, self.jobs.address, stream=self.stream, dependent=True)
-        if self.wanted('up'):
-            round_rows('norm', H, self.h.address, record, n, weight=layer['ffn_norm'].address, stream=self.stream)
-            rows_product(layer['shared_up'], record, self.shared.address, n, stream=self.stream)
-            jobs_up_kernel(m['up'], H, width, m['chosen'], **self.tune.get('jobs_up', {})).launch(min(pairs * width // 16, 132 * 5), 128, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=self.stream, dependent=True)
-        if self.wanted('down'):
-            round_rows('swiglu', width, self.shared.address, record, n, stream=self.stream)
-            rows_product(layer['shared_down'], record, self.others.address, n, stream=self.stream)
-            round_rows('quantize', width, self.middles.address, self.records_down.address, pairs, stream=self.stream)
-            jobs_down_kernel(m['down'], H, width, **self.tune.get('jobs_down', {})).launch(min(pairs * H // 128, 132 * 3), 128, *layer['down'].addresses, self.records_down.address, self.jobs.address, self.parts.address, stream=self.stream, dependent=True)
-            add_parts_kernel(H, m['experts'], m['chosen'], 1).launch(n * -(-H // 256), 256, self.parts.address, self.others.address, self.weights.address, self.scores.address, self.h.address, stream=self.stream, dependent=True)
+            router_kernel(m['shared'], H, width, m['experts'], m['chosen'], 0, group).launch(router_blocks(width, m['experts'], 0, n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, 0, 0, 0, stream=main, dependent=True)
+            jobs_kernel(m['experts'], m['chosen'], n, True, most).launch(1, 1024, layer['scores'].address, self.ids.address, self.weights.address, self.jobs.address, stream=main, dependent=True)
+        if self.wanted('up'): pairs_up(m['up'], H, width, m['chosen'], pairs, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=main, **self.tune.get('pairs_up', {}))
+        if self.wanted('down'): pairs_down(m['down'], H, width, pairs, *layer['down'].addresses, self.middles.address, self.jobs.address, self.parts.address, stream=main, **self.tune.get('pairs_down', {}))
+        if shared and side is not main: main.join(side)
+        if self.wanted('down'): add_parts_kernel(H, m['experts'], m['chosen'], 1).launch(n * -(-H // 256), 256, self.parts.address, self.others.address, self.weights.address, self.scores.address, self.h.address, stream=main, dependent=not shared or side is main)
 
     def experts(self, layer):
         if self.many: return self.jobs_of(layer)
@@ -806,7 +821,7 @@ class Walk:
         else: gemv(layer['down'], self.record.address, self.h.address, tokens=self.rows, add=True, stream=self.stream)
 
 # %% ../../nbs/cuda/90_check.ipynb #4edcf129
-PARTS = dict(into='norm, projections in', delta='linear attention', attend='attention', combine='its stretches', out='norm or gate, projection out', router='norm, router, shared gate + up', up='experts gate + up', down='experts down', head='norm, head', ends='embedding, choice')
+PARTS = dict(into='norm, projections in', delta='linear attention', attend='attention', combine='its stretches', out='norm or gate, projection out', router='norm, router, shared gate + up', shared='shared expert, many rows', up='experts gate + up', down='experts down', head='norm, head', ends='embedding, choice')
 
 def graph_of(walk, position, **given):
     "A recorded step at `position`"
@@ -823,7 +838,7 @@ def part_table(walk, position, ceiling):
     "Each kind of kernel alone, one after another over all layers: rows for a table and a record"
     rows, kept, nbytes, m = [], [], walk.part_bytes(position), walk.m
     deltas, attentions = (sum(l['kind'] == kind for l in walk.layers) for kind in ('delta', 'attention'))
-    times = dict(into=len(walk.layers), delta=deltas, attend=attentions, combine=attentions, out=len(walk.layers), router=len(walk.layers), up=len(walk.layers), down=len(walk.layers), head=1, ends=1)
+    times = dict(into=len(walk.layers), delta=deltas, attend=attentions, combine=attentions, out=len(walk.layers), router=len(walk.layers), shared=len(walk.layers), up=len(walk.layers), down=len(walk.layers), head=1, ends=1)
     for name in PARTS:
         if name not in nbytes: continue
         each, size = step_seconds(walk, position, only=(name,)) / times[name], nbytes[name] / times[name]
@@ -874,7 +889,7 @@ def compile_all(capability=(9, 0), processes=None, launches=LAUNCHES):
     wanted = [(name, arguments, capability) for name, arguments in wanted] + [(name, (), capability) for name in ('scalars', 'warp', 'matrix_products', 'quantize_rows', 'read_all')]
     with ProcessPoolExecutor(processes) as pool: return sum(1 for _ in pool.map(_compile, wanted, chunksize=4))
 
-CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_rows, check_experts, check_jobs, check_delta, check_attention, check_runs, check_ends)
+CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_rows, check_experts, check_jobs, check_pairs, check_delta, check_attention, check_runs, check_ends)
 
 def main(argv=None):
     "Run all checks; the exit status is the number that failed"

@@ -159,10 +159,30 @@ def _simulate(kernel, grid, block, values, stream):
 class Stream:
     "A queue of work on the device"
     def __init__(self):
-        self.recording, self.launched = None, 0              # launched: how many kernels so far
+        self.recording, self.launched, self.side = None, 0, None       # launched: how many kernels so far
         if not SIMULATED: self.handle = checked(driver().cuStreamCreate(1), 'making a stream')        # 1: does not wait for the default stream
     def wait(self):
         if not SIMULATED: checked(driver().cuStreamSynchronize(self.handle), 'waiting for a stream')
+
+    def fork(self):
+        "A stream whose work may run beside what follows here, from this point on; `join` before another fork. The first launch on it must not be `dependent`. In the simulator: this stream"
+        if SIMULATED: return self
+        if self.side is None:
+            self.side = Stream()
+            self.events = [checked(driver().cuEventCreate(2), 'making an event') for _ in range(2)]      # 2: without a time
+        self._after(self.events[0], self, self.side)
+        return self.side
+
+    def join(self, side):
+        "What follows here waits for the work on `side`. The next launch must not be `dependent`: it has two kernels before it"
+        if side is self: return
+        self._after(self.events[1], side, self)
+        self.launched, side.launched = self.launched + side.launched, 0
+
+    @staticmethod
+    def _after(event, first, then):
+        checked(driver().cuEventRecord(event, first.handle), 'recording an event')
+        checked(driver().cuStreamWaitEvent(then.handle, event, 0), 'waiting for an event')
 
 class Graph:
     "Launches recorded once. `with graph.record() as stream:` launch on the stream, then `graph.replay()` as often as wanted"
