@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['PROBE', 'API_VERSION', 'DIALECT', 'ROUTES', 'OllamaDialect', 'served_name', 'tagged', 'iso', 'OllamaMessage',
            'OllamaBody', 'OllamaChat', 'OllamaGenerate', 'sampling_params', 'refuse_images', 'template_messages',
-           'checked_tools', 'markup_of', 'thinking_of', 'format_of', 'unloads', 'token_entry', 'line_logprobs',
-           'counters', 'OllamaWriter', 'ChatLines', 'GenerateLines', 'loaded', 'prepare_chat', 'prepare_generate',
-           'NamedModel', 'details', 'entry', 'tags', 'running', 'version', 'capabilities', 'show']
+           'offered', 'markup_of', 'thinking_of', 'format_of', 'unloads', 'token_entry', 'line_logprobs', 'counters',
+           'OllamaWriter', 'ChatLines', 'GenerateLines', 'loaded', 'prepare_chat', 'prepare_generate', 'NamedModel',
+           'details', 'entry', 'tags', 'running', 'version', 'capabilities', 'show']
 
 # %% ../../nbs/serve/05_ollama.ipynb #213eb54e
 import json, re
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from ..engine.model_card import card_of
 from ..engine.request import Grammar, SamplingParams
 from ..errors import RequestError
-from .chat import Answer, AnswerUsage, ChatCall, Job, Writer, chat_job
+from .chat import Answer, AnswerUsage, ChatCall, Job, Writer, chat_job, check_tools
 from .openai import token_name
 from .protocol import ApiError, Body, Context, Dialect, Route, finite, to_json
 from ..text.reasoning_tools import Markup, Piece
@@ -153,14 +153,7 @@ def template_messages(messages: list) -> list[dict]:
         out.append(message)
     return out
 
-def checked_tools(tools) -> list:
-    "The descriptions of tools, or ApiError 400"
-    for k, tool in enumerate(tools or []):
-        function = tool.get('function') if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get('type', 'function') != 'function': raise ApiError(400, f"'tools[{k}]' must be an object with \"type\": \"function\" and a function")
-        if not isinstance(function.get('name'), str) or not function['name']: raise ApiError(400, f"'tools[{k}].function.name' must be a non-empty string")
-        if not isinstance(function.get('parameters') or {}, dict): raise ApiError(400, f"'tools[{k}].function.parameters' must be a JSON schema")
-    return [dict(tool, type='function') for tool in tools or []]
+def offered(tools) -> list: return [dict(t, type=t.get('type', 'function')) if isinstance(t, dict) else t for t in tools or []]      # some clients leave the type out
 
 # %% ../../nbs/serve/05_ollama.ipynb #cbb21b41
 _EFFORTS = {'low': 'low', 'medium': 'medium', 'high': 'high', 'max': 'xhigh'}
@@ -252,8 +245,9 @@ def prepare_chat(body: OllamaChat, context: Context) -> Job | dict:
     "Raises ApiError or RequestError"
     engine, unload = context.engine, unloads(body.keep_alive)
     writer = ChatLines(served_name(body.model, context), engine.tokenizer)
-    params, tools, thinking, form = sampling_params(body, engine), checked_tools(body.tools), thinking_of(body.think, engine), format_of(body.format)
+    params, tools, thinking, form = sampling_params(body, engine), offered(body.tools), thinking_of(body.think, engine), format_of(body.format)
     if not body.messages: return loaded(body, context, writer.text())
+    check_tools(tools)
     if tools and not markup_of(engine).call_format: raise ApiError(400, f'"{engine.name}" does not support tools')
     return chat_job(ChatCall(template_messages(body.messages), params, tools, format=form, stream=body.stream is not False, **thinking), engine, writer)
 
