@@ -126,6 +126,7 @@ class Meter:
         self.metrics, self.began, self.last, self.choices, self.first, self.status, self.usage = metrics, began, None, choices, None, None, None
 
     def news(self, events: int):
+        if not events: return                                                  # a look in vain: nothing came for a while
         now = time.perf_counter()
         if self.last is None:
             self.first = now - self.began
