@@ -7,12 +7,14 @@ __all__ = ['SCALARS', 'scalars', 'warp', 'matrix_products', 'TINY_SHAPES', 'FULL
            'VOCABULARY', 'KEY_HEADS', 'DELTA_DIM', 'HEAD_DIM', 'ROPE_DIM', 'TAPS', 'INTERVAL', 'SPREADS', 'TUNE',
            'PARTS', 'LAUNCHES', 'CHECKS', 'check_instructions', 'check_warp', 'check_matrix_products', 'linear_spec',
            'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_fused', 'check_rows',
-           'check_experts', 'check_jobs', 'check_pairs', 'check_delta', 'check_attention', 'check_runs', 'check_ends',
-           'noise', 'time_gemv', 'read_rate', 'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of',
-           'step_seconds', 'part_table', 'bench_step', 'compile_all', 'main']
+           'check_experts', 'check_jobs', 'check_pairs', 'check_delta', 'check_attention', 'check_runs', 'random_specs',
+           'check_sampling', 'check_ends', 'noise', 'time_gemv', 'read_rate', 'gpu_record', 'bench_linear',
+           'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table', 'bench_step', 'compile_all', 'run_check',
+           'side_by_side', 'main']
 
 # %% ../../nbs/cuda/90_check.ipynb #b6083cd9
 import argparse, json, sys, time
+from contextlib import contextmanager
 import numpy as np
 from numba import cuda
 from numba.cuda import types
@@ -23,6 +25,7 @@ from ..measure.speed import machine_record, report, text_table
 from ..ops.gated_deltanet import causal_conv_spec, delta_gates_spec, gated_delta_spec, gated_norm_spec, key_head_table, l2_norm_spec
 from ..ops.moe_routing import route_spec
 from ..ops.norm_rope import rms_norm_spec
+from ..ops.sampling import SampleSpec, adjust_logits_spec, sample_spec
 from .attention import PAGE, attend_kernel, combine_kernel, rope_table, store_keys_kernel
 from .fused import fat_gemv, fat_kernel, fat_rule
 from .gated_deltanet import delta_step_kernel
@@ -30,7 +33,7 @@ from .moe_routing import experts_down_kernel, experts_up_kernel, router_blocks, 
 from .graphs import Buffer, CudaError, Graph, Kernel, checked, driver, replay_seconds
 from .linear import KINDS, PACKERS, Matrix, embed, gemv, gemv_arguments, gemv_kernel, kind_of, pack, plane_bytes, prepare, quantize_rows, quantize_spec, record_bytes, records_spec
 from .rows import JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel, pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product, tiled_records_spec
-from .sampling import best_of_all, greedy
+from .sampling import BLOCKS, best_of_all, best_of_parts, draw, draw_records, feed_kernel, greedy, needs, penalise_kernel, sampling_bytes
 from .ptx import *
 from .ptx import SIMULATED, TWINS, shared_address
 
@@ -524,6 +527,51 @@ def check_runs(rng):
             assert error < 5e-4, f'row {r}, head {h}: relative error {error:.1e}'
     return f'runs of {counts} tokens: relative error {worst:.1e}; {rows} rows of one sequence attend to one another'
 
+# %% ../../nbs/cuda/90_check.ipynb #cf9f5e01
+def random_specs(rng, count, vocabulary):
+    "Requests of every kind, one after another"
+    kinds = ({}, dict(temperature=1.), dict(temperature=.7, top_k=40), dict(temperature=1.2, top_p=.9), dict(temperature=.8, top_k=64, top_p=.95), dict(temperature=1., min_p=.05), dict(temperature=.6, top_k=20, top_p=.8, min_p=.02), dict(temperature=2.), dict(temperature=1., top_p=.999), dict(top_k=1, temperature=1.))
+    specs = []
+    for i in range(count):
+        history = rng.integers(0, vocabulary, 200).astype(np.int32)
+        more = dict(repetition_penalty=1.2, presence_penalty=.3, frequency_penalty=.4, history_ids=np.concatenate([history, history[:50]]), prompt_length=100) if i % 3 == 1 else {}
+        if i % 4 == 2: more |= dict(bias_ids=rng.choice(vocabulary, 5, False).astype(np.int32), bias_values=np.array([3, -3, -np.inf, 10, 1], np.float32))
+        specs.append(SampleSpec(**kinds[i % len(kinds)], seed=int(rng.integers(1 << 62)), choice=i % 2, step=int(rng.integers(1000)), **more))
+    return specs
+
+def check_sampling(rng):
+    "Every setting against `sample_spec`, token by token, with equal logits, banned tokens, and rows that cannot be drawn from; twice, since the second draw finds what the first left"
+    rows, vocabulary, rounds = (2, 600, 1) if SIMULATED else (32, 248320, 3)
+    buffers = {name: Buffer(size, fill=0) for name, size in sampling_bytes(rows, vocabulary).items()} | dict(found=Buffer(8 * BLOCKS * rows), last=Buffer(4 * rows, fill=0), owners=Buffer.of(np.arange(rows, dtype=np.int32)[::-1].copy()))
+    differ, drawn = 0, 0
+    for turn in range(rounds):
+        logits, specs = (rng.normal(0, 3, (rows, vocabulary)) + 4 * rng.exponential(1, (rows, 1))).astype(np.float32), random_specs(rng, rows, vocabulary)
+        logits[:, 100:110] = logits.max(1, keepdims=True)                            # ten that are equal, the largest
+        if rows > 4: logits[3, 5], logits[4], logits[2, ::2] = np.nan, -np.inf, np.round(logits[2, ::2])
+        if turn == 1: specs = [SampleSpec(temperature=1., seed=i) for i in range(rows)]
+        records, entries = draw_records(specs)
+        penalised, weighed = needs(specs)
+        buffers['draws'].write(records)
+        given, listed = Buffer.of(logits), Buffer.of(entries)
+        if penalised: penalise_kernel.launch(rows, 256, given.address, buffers['draws'].address, listed.address, vocabulary)
+        best_of_parts.launch(rows * BLOCKS, 256, given.address, buffers['found'].address, vocabulary)
+        draw(given.address, buffers['found'].address, BLOCKS, vocabulary, rows, lambda name: buffers[name].address, buffers['owners'].address, buffers['last'].address, weighed=weighed)
+        got = buffers['drawn'].read(np.int32, rows)
+        np.testing.assert_array_equal(buffers['last'].read(np.int32, rows)[::-1], got)
+        adjusted = given.read(np.float32, logits.shape)
+        for i, spec in enumerate(specs):
+            np.testing.assert_array_equal(adjusted[i], adjust_logits_spec(logits[i], spec), err_msg=f'penalties of row {i}')
+            if rows > 4 and i in (3, 4): assert got[i] == (-1 if i == 3 else -2), f'row {i}, which cannot be drawn from, gave {got[i]}'; continue
+            want, drawn = sample_spec(logits[i], spec).token, drawn + 1
+            differ += got[i] != want
+            assert 0 <= got[i] < vocabulary
+        assert not buffers['length'].read(np.int32, rows).any() and not buffers['counts'].read(np.int32, rows * 1024).any() and not buffers['masses'].read(np.int64, rows * 1024).any(), 'something is left for the next draw'
+    tokens = Buffer.of(np.array([-1, 7], np.int32))
+    feed_kernel.launch(1, 2, tokens.address, buffers['owners'].address, buffers['last'].address)
+    np.testing.assert_array_equal(tokens.read(np.int32, 2), [max(got[0], 0), 7])
+    assert differ <= drawn // 50, f'{differ} of {drawn} draws differ'                # where a filter ends at a float's rounding; none is usual
+    return f'{drawn} draws of {vocabulary} tokens, {differ} differ from the spec'
+
 # %% ../../nbs/cuda/90_check.ipynb #17df7d5c
 def check_ends(rng):
     "Embedding rows of every quantised type, stages as kernels of their own, and greedy choice with equal logits"
@@ -889,7 +937,23 @@ def compile_all(capability=(9, 0), processes=None, launches=LAUNCHES):
     wanted = [(name, arguments, capability) for name, arguments in wanted] + [(name, (), capability) for name in ('scalars', 'warp', 'matrix_products', 'quantize_rows', 'read_all')]
     with ProcessPoolExecutor(processes) as pool: return sum(1 for _ in pool.map(_compile, wanted, chunksize=4))
 
-CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_rows, check_experts, check_jobs, check_pairs, check_delta, check_attention, check_runs, check_ends)
+CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_rows, check_experts, check_jobs, check_pairs, check_delta, check_attention, check_runs, check_sampling, check_ends)
+
+def run_check(name, seed):
+    "→ (name, seconds, outcome)"
+    start = time.perf_counter()
+    try: outcome = globals()[name](np.random.default_rng(seed))
+    except Exception as error: outcome = f'FAILED: {type(error).__name__}: {error}'
+    return name, time.perf_counter() - start, outcome
+
+@contextmanager
+def side_by_side(processes):
+    "A `map` over so many new processes; with 1, in this one"
+    if processes < 2: yield map
+    else:
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+        with ProcessPoolExecutor(processes, get_context('spawn')) as pool: yield pool.map
 
 def main(argv=None):
     "Run all checks; the exit status is the number that failed"
@@ -899,6 +963,7 @@ def main(argv=None):
     parser.add_argument('--step', nargs='*', choices=list(MODELS), default=(), help='time decode steps of these models of noise, and keep the record')
     parser.add_argument('--rows', nargs='*', type=int, default=(), help='with --step: also steps of so many sequences, and of 32 tokens of one')
     parser.add_argument('--no-checks', action='store_true')
+    parser.add_argument('--processes', type=int, default=1, help='run so many checks at a time, each in a process of its own: most of their time goes into making kernels')
     parser.add_argument('--only', nargs='+', choices=[check.__name__ for check in CHECKS], help='these checks')
     parser.add_argument('--commit', help='what to write into the record where there is no git')
     parser.add_argument('--compile', action='store_true', help='only make the machine code of all kernels, for compute capability 9.0; needs no GPU')
@@ -910,11 +975,11 @@ def main(argv=None):
     except CudaError as error: return print(error, file=sys.stderr) or 2
     print(f'{where}, seed {args.seed}')
     more = dict(measured_commit=args.commit) if args.commit else {}
-    for check in () if args.no_checks else [c for c in CHECKS if args.only is None or c.__name__ in args.only]:
-        start = time.perf_counter()
-        try: outcome = check(np.random.default_rng(args.seed))
-        except Exception as error: failed, outcome = failed + 1, f'FAILED: {type(error).__name__}: {error}'
-        print(f'{check.__name__:24} {time.perf_counter() - start:6.1f} s  {outcome}', flush=True)
+    checks = [] if args.no_checks else [c.__name__ for c in CHECKS if args.only is None or c.__name__ in args.only]
+    with side_by_side(args.processes) as run:
+        for name, seconds, outcome in run(run_check, checks, [args.seed] * len(checks)):
+            failed += outcome.startswith('FAILED')
+            print(f'{name:24} {seconds:6.1f} s  {outcome}', flush=True)
     if args.bench and not SIMULATED: bench_linear(np.random.default_rng(args.seed), LAUNCHES if args.sweep else ({},), save=True, **more)
     for model in args.step:
         deep = 32768 if model == '35B-A3B' else 16384

@@ -297,7 +297,7 @@ def rows_product(matrix, records, y, rows, y_stride=None, add=False, tiles=None,
     warps = warps or (8 if tiles == 1 and matrix.rows <= 8192 and matrix.columns >= 1024 else 4)                # few rows: more warps along each
     for start in range(0, rows, 32):
         n = min(32, rows - start)
-        rows_kernel(matrix.kind.name, matrix.columns, -(-n // 8), tiles, warps, add, resident or (8 // warps if n > 16 else 16 // warps)).launch(-(-matrix.rows // (16 * tiles)), 32 * warps, *matrix.addresses, records + start * record_bytes(matrix.columns), y + 4 * start * (y_stride or matrix.rows), y_stride or matrix.rows, matrix.rows, n, stream=stream, dependent=dependent)
+        rows_kernel(matrix.kind.name, matrix.columns, -(-n // 8), tiles, warps, add, resident or (3 if n > 16 and tiles == 2 else 8 // warps if n > 16 else 16 // warps)).launch(-(-matrix.rows // (16 * tiles)), 32 * warps, *matrix.addresses, records + start * record_bytes(matrix.columns), y + 4 * start * (y_stride or matrix.rows), y_stride or matrix.rows, matrix.rows, n, stream=stream, dependent=dependent)
 
 # %% ../../nbs/cuda/08_rows.ipynb #7cee7d33
 JOB_WORDS = 16              # int32: expert (−1: no job), number of pairs, in the first row the number of jobs, 5 unused, 8 pairs
@@ -646,7 +646,7 @@ def pairs_up_kernel(name, hidden, width, chosen, rows=2, resident=None):
                 other = shuffle_xor(mine, partner)
                 if lane & (half - 1) == 0: store_f32(middles + 4 * (pair[t] * width + rows * number + lane // half), silu(mine) * other)
         return multiply
-    resident = resident or 16 // warps
+    resident = resident or 14 // warps
     return pair_kernel(f'pairs_up_{name}', f'{hidden}_{width}_{chosen}_r{rows}', width // rows, 2 * nbytes, most, warps, resident, ask, load, [multiply_for(c + 1) for c in range(most)], (most, units, 8)), warps, resident
 
 def pairs_up(name, hidden, width, chosen, pairs, *values, stream=None, **options):

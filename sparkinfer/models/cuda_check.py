@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'SYNTHETIC', 'in_floats', 'tiny', 'feed', 'worst', 'check_references', 'poisoned', 'check_memory',
-           'check_company', 'check_faults', 'synthetic', 'check_shape_of', 'time_decode', 'bench', 'checks', 'main',
-           'small_hybrid', 'simulate']
+           'check_company', 'check_faults', 'check_draws', 'check_ahead', 'synthetic', 'check_shape_of', 'time_decode',
+           'bench', 'checks', 'run_check', 'main', 'small_hybrid', 'simulate']
 
 # %% ../../nbs/models/05_cuda_check.ipynb #18220cfc
 import argparse, json, sys, tempfile, time
@@ -17,11 +17,12 @@ from ..formats.gguf import Tensor
 from ..formats.safetensors import open_checkpoint, open_folder
 from ..measure.speed import report, text_table
 from .config import ModelConfig
-from .cuda_runner import CudaRunner
+from .cuda_runner import CudaRunner, device_free
+from ..cuda.ptx import SIMULATED
 from .forward import Batch, SpecRunner
 from .weights import Weights
 from ..ops.attention import PAGE
-from ..ops.sampling import SampleSpec, SamplingError
+from ..ops.sampling import SampleSpec, SamplingError, sample_spec
 
 # %% ../../nbs/models/05_cuda_check.ipynb #aabafe42
 FAMILIES = ('llama', 'qwen3', 'qwen3_moe', 'qwen3_next', 'qwen3_5-r1', 'qwen3_5-r2', 'qwen3_5-r3', 'qwen3_5_moe')
@@ -129,7 +130,7 @@ def check_company(weights, ids, kv='f16', steps=6, limit=1e-3, count=32):
         batch = Batch(chosen[:, step], runner.lengths[:count], np.arange(count), np.arange(count))
         if step % 2: together.append(runner.submit(batch).logits)
         else:                                                                        # greedy, on the card: the same tokens as the logits'
-            tokens = runner.submit(batch, [SampleSpec()] * count).tokens
+            tokens = runner.collect(runner.submit(batch, [SampleSpec()] * count)).tokens
             for i in range(count):
                 two = np.sort(solo[i][step + 1])[-2:]
                 if tokens[i] != chosen[i, step + 1]:
@@ -151,12 +152,55 @@ def check_faults(weights, ids):
     runner = CudaRunner(kv_type='f16').load(Weights(weights.config, broken), max_context=32, num_slots=2)
     other = next(int(t) for t in ids if t != ids[0])
     batch = Batch([ids[0], other], [0, 0], [0, 1], [0, 1, 1])
-    done = runner.submit(batch, [SampleSpec()] * 3)
+    done = runner.collect(runner.submit(batch, [SampleSpec()] * 3))
     assert isinstance(done.errors[0], SamplingError) and done.errors[1:] == (None, None) and done.tokens[1] == done.tokens[2] >= 0, done.errors
     runner.reset(0), runner.reset(1)
-    drawn = runner.submit(batch, [SampleSpec(), SampleSpec(temperature=1., seed=1), SampleSpec(num_logprobs=2)])
+    drawn = runner.collect(runner.submit(batch, [SampleSpec(), SampleSpec(temperature=1., seed=1), SampleSpec(num_logprobs=2)]))
     assert isinstance(drawn.errors[0], SamplingError) and drawn.tokens[2] == done.tokens[1] and np.isfinite(drawn.logprobs[2]) and len(drawn.top[2][0]) == 2
     return 'NaN in one row of three'
+
+# %% ../../nbs/models/05_cuda_check.ipynb #d58b687a
+def check_draws(weights, ids, count=20, steps=3):
+    "The same prompts in two halves of the slots: logits of the one, tokens drawn on the card from the other, with every kind of request"
+    from sparkinfer.cuda.check import random_specs
+    runner, rng, drawn = CudaRunner().load(weights, max_context=64, num_slots=2 * count), np.random.default_rng(3), 0
+    prompts = [np.roll(ids, -3 * i)[:1 + i % 11].astype(np.int32) for i in range(count)]
+    batches = [Batch.join([Batch.of(p, slot=half * count + i) for i, p in enumerate(prompts)]) for half in range(2)]
+    for _ in range(steps):
+        specs = random_specs(rng, count, weights.config.vocab_size)
+        logits, got = runner.submit(batches[0]).logits, runner.collect(runner.submit(batches[1], specs))
+        want = np.array([sample_spec(row, spec).token for row, spec in zip(logits, specs)])
+        np.testing.assert_array_equal(got.tokens, want)
+        assert got.errors == ()
+        drawn += count
+        batches = [Batch(want, runner.lengths[half * count:][:count], half * count + np.arange(count), np.arange(count)) for half in range(2)]
+    twice = runner.collect(runner.submit(Batch(want[:2], runner.lengths[:2], [0, 1], [0, 0, 1]), [SampleSpec(temperature=1., seed=s) for s in (1, 2, 3)]))
+    assert twice.errors == () and len(twice.tokens) == 3
+    runner.close()
+    return f'{drawn} tokens, those of the host'
+
+def check_ahead(weights, ids, count=3, rounds=10, steps=100):
+    "Greedy and drawn, each token fed on the card and read one step later, against steps that wait for it; and what memory is free before and after"
+    runner = CudaRunner().load(weights, max_context=steps + 16, num_slots=2 * count)
+    prompts, lengths = [np.roll(ids, -5 * i)[:4].astype(np.int32) for i in range(count)], None
+    def spec(i, step): return SampleSpec() if i == 0 else SampleSpec(temperature=1., top_p=.9 if i == 1 else 1., seed=i, step=step)
+    def answers(first, ahead):
+        slots, found, waiting = first + np.arange(count), [], None
+        handle = runner.submit(Batch.join([Batch.of(p, slot=first + i) for i, p in enumerate(prompts)]), [spec(i, 0) for i in range(count)])
+        for step in range(1, steps):
+            tokens = np.full(count, -1) if ahead else runner.collect(handle).tokens
+            following = runner.submit(Batch(tokens, runner.lengths[slots], slots, np.arange(count)), [spec(i, step) for i in range(count)])
+            found.append(runner.collect(handle).tokens)
+            handle = following
+        return np.array([*found, runner.collect(handle).tokens])
+    want, free = answers(0, False), []
+    for turn in range(rounds):
+        for slot in range(count): runner.reset(count + slot)
+        np.testing.assert_array_equal(answers(count, True), want)
+        if not SIMULATED: free.append(device_free())
+    assert (np.diff(free) < 0).sum() < len(free) / 2, f'free memory drifts: {free}'            # other processes may take and give meanwhile; a leak would show in every round
+    runner.close()
+    return f'{rounds * steps} steps of {count} sequences, the same tokens; free memory {free[-1] - free[0]:+,} bytes' if free else f'{rounds * steps} steps of {count} sequences, the same tokens'
 
 # %% ../../nbs/models/05_cuda_check.ipynb #5e082639
 def synthetic(shape, layers, folder):
@@ -187,16 +231,19 @@ def check_shape_of(shape, layers, kv='f16', limit=.06, limit_floats=4e-3):
     return 'relative error ' + '; '.join(said)
 
 # %% ../../nbs/models/05_cuda_check.ipynb #ef44d030
-def time_decode(runner, sequences, position, steps=40):
-    "Median seconds of a greedy step of `sequences` sequences that hold `position` tokens"
-    tokens, seconds = np.arange(sequences) + 5, []
+def time_decode(runner, sequences, position, steps=40, ahead=False, **spec):
+    "Median seconds of a step of `sequences` sequences that hold `position` tokens; ahead: a step is launched before the tokens of the one before it are read"
+    tokens, seconds, handle = np.arange(sequences) + 5, [], None
     for slot in range(sequences): runner.set_length(slot, position)
     for step in range(steps + 3):
         begin = time.perf_counter()
-        done = runner.submit(Batch(tokens, np.full(sequences, position + step), np.arange(sequences), np.arange(sequences)), [SampleSpec()] * sequences)
+        batch = Batch(tokens, np.full(sequences, position + step), np.arange(sequences), np.arange(sequences))
+        following = runner.submit(batch, [SampleSpec(step=step, seed=i, **spec) for i in range(sequences)])
+        done = runner.collect(handle if ahead and handle else following)
+        handle, tokens = following, np.full(sequences, -1) if ahead else done.tokens
         seconds.append(time.perf_counter() - begin)
         assert done.errors == (), done.errors
-        tokens = done.tokens
+    runner.collect(handle)
     return float(np.median(seconds[3:]))
 
 def bench(layers, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, ready=lambda: None):
@@ -212,9 +259,10 @@ def bench(layers, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, rea
         print(f'made in {made:.1f} s, loaded in {loaded:.1f} s', flush=True)
         ready()
         for sequences, position in ((1, 128), (1, 4096), (4, 1024), (16, 1024), (32, 1024)):
-            took = time_decode(runner, sequences, position)
-            device = float(np.median(replay_seconds(runner.graphs[sequences, sequences, sequences, True])))
-            rows.append(dict(sequences=sequences, position=position, device_milliseconds=round(device * 1e3, 3), milliseconds=round(took * 1e3, 3), tokens_a_second=round(sequences / took, 1)))
+            took, ahead = (time_decode(runner, sequences, position, ahead=ahead) for ahead in (False, True))
+            drawn = time_decode(runner, sequences, position, ahead=True, temperature=.7, top_k=40, top_p=.95)
+            device = float(np.median(replay_seconds(runner.graphs[sequences, sequences, sequences, True, True, (False, False, False)])))
+            rows.append(dict(sequences=sequences, position=position, device_milliseconds=round(device * 1e3, 3), milliseconds=round(took * 1e3, 3), tokens_a_second=round(sequences / took, 1), ahead_tokens_a_second=round(sequences / ahead, 1), drawn_tokens_a_second=round(sequences / drawn, 1)))
             print(rows[-1], flush=True)
         runner.reset(0)
         prompt = np.random.default_rng(0).integers(0, weights.config.vocab_size, 1024)
@@ -225,7 +273,7 @@ def bench(layers, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, rea
             runner.reset(0)
         size = weights.nbytes
         runner.close()
-    table = text_table(['sequences', 'at position', 'ms on the card', 'ms', 'tok/s'], [list(map(str, r.values())) for r in rows])
+    table = text_table(['sequences', 'at position', 'ms on the card', 'ms', 'tok/s', 'one step ahead', 'with temperature, top-k, top-p'], [list(map(str, r.values())) for r in rows])
     return report(f'cuda-runner-{shape}', f'{table}\nprompt of 1024 tokens: {1024 / read:.0f} tok/s', dict(shape=shape, layers=weights.config.num_layers, kv_type=kv, weight_bytes=size, load_seconds=round(loaded, 1), prompt_tokens_a_second=round(1024 / read, 1), results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
 
 # %% ../../nbs/models/05_cuda_check.ipynb #a141ec9e
@@ -234,25 +282,35 @@ def checks(folder, families, shapes):
     found = [(f'{name}, kv {kv}', lambda name=name, kv=kv, limit=limit: check_references(name, folder, kv, limit)) for name in families for kv, limit in (('f32', 1e-3), ('f16', 1e-2))]
     found += [(f'memory of {name}, kv {kv}', lambda name=name, kv=kv: check_memory(name, folder, kv)) for name in families if name in ('llama', 'qwen3_5-r2', 'qwen3_5_moe') for kv in ('f16', 'int8')]
     found += [(f'32 of {name}', lambda name=name: check_company(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)))) for name in families if name in ('llama', 'qwen3_5_moe')]
+    found += [(f'{what} of {name}', lambda name=name, check=check: check(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)))) for name in families if name in ('llama', 'qwen3_5_moe') for what, check in (('draws', check_draws), ('a step ahead', check_ahead))]
     found += [('a fault', lambda: check_faults(*(lambda w, r: (w, r['ids']))(*tiny('qwen3_5_moe', folder))))] if 'qwen3_5_moe' in families else []
     return found + [(f'noise: {shape}', lambda shape=shape: check_shape_of(shape, SYNTHETIC[shape])) for shape in shapes] + [(f'noise: {shape}, kv int8', lambda shape=shape: check_shape_of(shape, SYNTHETIC[shape], 'int8')) for shape in shapes if shape == 'small-qwen35']
+
+def run_check(what, number):
+    "Check `number` of `checks(*what)` → (what, seconds, outcome)"
+    (name, check), begin = checks(*what)[number], time.perf_counter()
+    try: outcome = check()
+    except Exception as error:
+        import traceback
+        outcome = f'FAILED: {type(error).__name__}: {error}\n' + ''.join(traceback.format_tb(error.__traceback__)[-3:])
+    return name, round(time.perf_counter() - begin, 1), outcome
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog='python -m sparkinfer.models.cuda_check', description='Check the CUDA runner on this machine, and time it.')
     parser.add_argument('--references', type=Path, default=Path(__file__).resolve().parents[2]/'data'/'reference'/'tiny')
     parser.add_argument('--families', nargs='*', default=FAMILIES)
     parser.add_argument('--shapes', nargs='*', default=list(SYNTHETIC))
+    parser.add_argument('--processes', type=int, default=1, help='run so many checks at a time, each in a process of its own')
     parser.add_argument('--speed', type=int, help='time a made-up qwen3.6-35b-a3b of so many layers (40 is all of it)')
     parser.add_argument('--commit', help='what to write into the record where there is no git')
     args, failed, lines = parser.parse_args(argv), 0, []
-    for what, check in checks(args.references, args.families, args.shapes):
-        begin = time.perf_counter()
-        try: outcome = check()
-        except Exception as error:
-            import traceback
-            failed, outcome = failed + 1, f'FAILED: {type(error).__name__}: {error}\n' + ''.join(traceback.format_tb(error.__traceback__)[-3:])
-        lines.append((what, round(time.perf_counter() - begin, 1), outcome))
-        print(f'{what:36} {lines[-1][1]:6.1f} s  {outcome}', flush=True)
+    from sparkinfer.cuda.check import side_by_side
+    what = args.references, args.families, args.shapes
+    with side_by_side(args.processes) as run:
+        for name, seconds, outcome in run(run_check, [what] * len(checks(*what)), range(len(checks(*what)))):
+            failed += outcome.startswith('FAILED')
+            lines.append((name, seconds, outcome))
+            print(f'{name:36} {seconds:6.1f} s  {outcome}', flush=True)
     if lines:
         from sparkinfer.cuda.check import gpu_record
         report('cuda-runner-check', f'{len(lines) - failed} of {len(lines)} hold', dict(failed=failed, checks=[dict(what=w, seconds=s, outcome=o) for w, s, o in lines], **gpu_record(), **(dict(measured_commit=args.commit) if args.commit else {})), save=not failed)
