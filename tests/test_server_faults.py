@@ -1,16 +1,47 @@
-"""Everything that a client can do wrong, against each POST route; after each, a good request must succeed and nothing may be left running."""
-import asyncio, json, shlex, signal, socket, subprocess, sys, threading, time
+"""Everything that a client can do wrong, against each POST route; after each, a good request must succeed and nothing may be left running.
+
+The routes are those that the application mounts, so a new one is attacked from its first day."""
+import asyncio, json, resource, shlex, signal, socket, subprocess, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 import httpx, pytest
 from sparkinfer.engine.scheduler import EngineLimits
 from sparkinfer.engine.request import DeadlineExceeded, EngineBusy, FinishEvent, Request, SamplingParams, Usage
-from sparkinfer.serve.app import ServeSettings, background_server
+from sparkinfer.serve.app import ROUTES, ServeSettings, background_server
+from sparkinfer.serve.protocol import ApiError
 from sparkinfer.serve.running import Bell, RunningJob, log_unexpected
 from test_server_openai import build, slowly
 
 CHAT, TEXT = '/v1/chat/completions', '/v1/completions'
 GOOD = {CHAT: dict(model='m', messages=[dict(role='user', content='greet')]), TEXT: dict(model='m', prompt='greet=')}
+POSTS = [r for r in ROUTES if r.method == 'POST']
+READING = [r for r in POSTS if r.body is not None]
+GENERATING = [r for r in READING if r.kind == 'generate']
+by_path = dict(ids=lambda route: route.path if hasattr(route, 'path') else None)
+GOOD_ANYWHERE = dict(model='org/tiny', messages=[dict(role='user', content='greet')], prompt='greet=', input='greet', max_tokens=32, stream=False)      # fields that a dialect does not know are ignored
+
+def same_shape(body, sample, where=''):
+    "An error's body has the keys and types of what its dialect writes"
+    assert isinstance(body, type(sample)) or sample is None, f'{where or "the body"} is {body!r}, not like {sample!r}'
+    if isinstance(sample, dict):
+        assert set(sample) <= set(body), f'{where} lacks {set(sample) - set(body)}: {body}'
+        for key in sample: same_shape(body[key], sample[key], f'{where}.{key}')
+
+def refused_in_shape(answer, route, *statuses):
+    "The answer is an error of one of these statuses, in the shape of the route's dialect, with a message for people"
+    assert answer.status_code in statuses, (route.path, answer.status_code, answer.text[:300])
+    assert answer.headers['content-type'] == 'application/json'
+    same_shape(answer.json(), route.dialect.error(ApiError(answer.status_code, 'words', code='x')))
+    assert 'Traceback' not in answer.text and 'pydantic' not in answer.text and len(answer.content) < 3000
+    return answer.json()
+
+def path_of(route): return route.path.replace('{id}', 'x').replace('{model:path}', 'org/tiny')
+
+def works(http, route):
+    "A valid request is served on this route; on one that generates nothing, anywhere"
+    route = route if route in GENERATING else GENERATING[0]
+    answer = http.post(path_of(route), json=GOOD_ANYWHERE)
+    assert answer.status_code == 200 and 'Hello there!' in answer.text, (route.path, answer.status_code, answer.text[:300])
 DEEP = b'[' * 10**6
 
 RAW = {   # bodies that are not even a JSON object
@@ -24,11 +55,11 @@ FIELDS = [    # fields that are refused with 400 on both routes
     dict(seed='x'), dict(seed=1.5), dict(seed=2**64), dict(n=0), dict(n=-1), dict(n='2'), dict(n=10**9), dict(stop=''), dict(stop=5), dict(stop=['']), dict(stop=['a', None]), dict(stop=['a'] * 5), dict(stop={}), dict(stop_token_ids='x'), dict(stop_token_ids=[10**9]), dict(stop_token_ids=[-1]),
     dict(logit_bias=[]), dict(logit_bias='x'), dict(logit_bias={'x': 1}), dict(logit_bias={'-1': 1}), dict(logit_bias={'100000': 1}), dict(logit_bias={'1': 'x'}), dict(logit_bias={'1': 101}), dict(logit_bias={'1': None}), dict(stream='yes'), dict(stream=1), dict(stream_options={}), dict(stream=True, stream_options=[]),
     dict(stream=True, stream_options=dict(include_usage='x')), dict(tools=[dict(type='function', function=dict(name='f'))]), dict(tools='x'), dict(tools={'a': 1}), dict(tool_choice='required'), dict(tool_choice=dict(type='function', function=dict(name='f'))), dict(functions=[{}]),
-    dict(response_format=dict(type='json_object')), dict(response_format=dict(type='json_schema')), dict(response_format='text'), dict(response_format=7), dict(grammar='root ::= "a"'), dict(guided_json={'a': 1}), dict(ignore_eos='x'),
+    dict(response_format=dict(type='yaml')), dict(response_format=dict(type='json_schema')), dict(response_format='text'), dict(response_format=7), dict(grammar='root ::='), dict(guided_json='x'), dict(guided_regex='('), dict(guided_choice='x'), dict(json_schema={'type': 5}), dict(structured_outputs={}), dict(ignore_eos='x'),
 ]
 BAD_CHAT = [dict(messages=m) for m in (None, 'x', {}, [], [None], ['x'], [123], [{}], [[]], [dict(role=123, content='x')], [dict(role='user', content=123)], [dict(role='user', content={})], [dict(role='user')], [dict(role='user', content=None)], [dict(role='user', content=[None])],
     [dict(role='user', content=[dict(type='text')])], [dict(role='user', content=[dict(type='text', text=5)])], [dict(role='user', content=[dict(type='image_url', image_url=dict(url='http://x/y.png'))])], [dict(role='user', content=[dict(type='input_audio', input_audio={})])], [dict(role='user', content=[dict(type={})])],
-    [dict(role='wizard', content='x')], [dict(role='', content='x')], [dict(role='tool', content='x', tool_call_id='1')], [dict(role='assistant', tool_calls=[dict(id='1', type='function', function=dict(name='f', arguments='{}'))])], [dict(role='user', content='x' * 5000)])]
+    [dict(role='wizard', content='x')], [dict(role='', content='x')], [dict(role='tool', content='x', tool_call_id='1')], [dict(role='assistant', tool_calls=[dict(id='1', type='function', function=dict(name='f', arguments='{'))])], [dict(role='user', content='x' * 5000)])]
 BAD_CHAT += [dict(logprobs='yes'), dict(logprobs=1), dict(top_logprobs=3), dict(logprobs=True, top_logprobs=21), dict(logprobs=True, top_logprobs=-1), dict(modalities=['audio']), dict(modalities='text'), dict(audio={'voice': 'x'}), dict(chat_template_kwargs=[]), dict(chat_template_kwargs={'messages': []}), dict(reasoning_effort=5)]
 BAD_TEXT = [dict(prompt=p) for p in (None, {}, [], [[]], '', 5, True, [1, 'a'], ['a', 1], [1.5], [True], [-1], [10**9], [2**70], [['a']], [[1], []], [[1], 'a', {}], ['x'] * 65, 'x' * 5000, [5] * 5000, ['ok', 'x' * 5000])]
 BAD_TEXT += [dict(suffix='x'), dict(suffix=5), dict(best_of=2), dict(best_of='x'), dict(logprobs=21), dict(logprobs=-1), dict(logprobs=True), dict(echo='x'), dict(echo=True, logprobs=1)]
@@ -292,3 +323,143 @@ def test_the_time_of_several_prompts_counts_from_their_arrival():
     engine = FullNow()
     run_job(engine, max_seconds=100)
     assert [r.max_seconds for r in engine.taken[:1]] == [100] and all(99 < r.max_seconds < 100 for r in engine.taken[1:])
+
+
+# ---- every route
+
+@pytest.mark.parametrize('route', READING, **by_path)
+def test_any_route_takes_a_good_body_and_no_malformed_one(http, route):
+    if route.kind == 'generate': works(http, route)
+    for name, body in RAW.items():
+        answer = http.post(path_of(route), content=body, headers={'Content-Type': 'application/json'})
+        refused_in_shape(answer, route, *([400] if route.kind != 'unsupported' else [501]))
+    works(http, route)
+
+WRONG_TYPES = [None, 'x', 5, 1.5, True, [], {}, [None], ['x'], [123], [{}], [[]], {'a': 1}, '', -1, 10**30, [dict(role=123, content='x')], [dict(role='user', content=123)], [dict(role='user')], [dict(role='wizard', content='x')], [dict(role='user', content=[None])], [dict(role='user', content=[dict(type={})])]]
+
+@pytest.mark.parametrize('route', [r for r in READING if r.kind != 'unsupported'], **by_path)
+def test_any_field_may_be_of_the_wrong_type(http, route):
+    "Each field of the body in turn is something else: a client's mistake is a 4xx in the dialect's shape (or is taken), never a 5xx, and the server lives"
+    for name in route.body.model_fields:
+        for value in WRONG_TYPES:
+            answer = http.post(path_of(route), json={**GOOD_ANYWHERE, name: value})
+            assert answer.status_code < 500 or answer.status_code == 501, (route.path, name, value, answer.status_code, answer.text[:300])
+            if answer.status_code != 200: refused_in_shape(answer, route, *range(400, 500), 501)
+    works(http, route)
+    assert http.get('/health').json()['failed'] == 0
+
+@pytest.mark.parametrize('route', READING, **by_path)
+def test_large_bodies_on_any_route(server, http, route):
+    body = json.dumps({**GOOD_ANYWHERE, 'filler': 'x' * 3_000_000}).encode()
+    for size in (3_000_000, 20_000_000):
+        try: answer = http.post(path_of(route), content=body if size < 20_000_000 else b'{"a": "' + b'x' * size + b'"}')
+        except httpx.TransportError: assert size > 8_000_000   # refused by its declared length; the client was still sending
+        else: refused_in_shape(answer, route, 413 if route.kind != 'unsupported' else 501)
+    works(http, route)
+
+@pytest.mark.parametrize('route', [r for r in ROUTES if r.kind == 'unsupported'], **by_path)
+def test_what_is_not_offered_says_why(http, route):
+    error = refused_in_shape(http.request(route.method, path_of(route), json=GOOD_ANYWHERE), route, 501)
+    assert route.reason and route.reason[:40] in json.dumps(error, ensure_ascii=False)
+
+@pytest.mark.parametrize('route', POSTS, **by_path)
+def test_wrong_method_wrong_path_and_a_lying_length(server, http, route):
+    path = path_of(route)
+    if not any(r.path == route.path and r.method in ('GET', 'PUT') for r in ROUTES):
+        for method in ('GET', 'PUT'):
+            answer = http.request(method, path)
+            refused_in_shape(answer, route, 405)
+            assert 'POST' in answer.headers['allow']
+    refused_in_shape(http.post(path + '/nothing/here'), route, 404)
+    body = json.dumps(GOOD_ANYWHERE).encode()
+    head = lambda length: f'POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n'.encode()
+    assert b' 400 ' in raw(server, head('five') + body) and b' 400 ' in raw(server, head(-5) + body)
+    if route in READING and route.kind != 'unsupported': assert b' 400 ' in raw(server, head(len(body) - 10) + body, wait=0.3)
+    raw(server, head(len(body) + 10) + body, wait=0.1, close=True)
+    works(http, route)
+
+@pytest.mark.parametrize('route', GENERATING, **by_path)
+def test_a_client_that_closes_its_half_of_the_connection(server, http, route):
+    "No more bytes will come from it; most often it has gone altogether, so nothing goes on for it"
+    body = json.dumps({**GOOD_ANYWHERE, 'messages': [dict(role='user', content='long')], 'prompt': 'long=', 'input': 'long', 'stream': True}).encode()
+    raw(server, f'POST {path_of(route)} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n'.encode() + body, wait=0.5, close=True)
+    end = time.perf_counter() + 2
+    while (h := server.engine.health()).active or h.queued: assert time.perf_counter() < end, h
+    works(http, route)
+
+# ---- connections
+
+def test_bytes_that_are_no_http_and_heads_without_end(server, http):
+    for junk in (b'NONSENSE\r\n\r\n', b'\x16\x03\x01\x02\x00\x01\x00', b'GET / HTTP/9.9\r\n\r\n', b'POST ' + b'/x' * 200_000, b'GET / HTTP/1.1\r\n' + b'X: ' + b'a' * 400_000, b'GET / HTTP/1.1\r\n' + b''.join(b'X%d: a\r\n' % k for k in range(20_000)) + b'\r\n'):
+        out = raw(server, junk, wait=1.0)
+        head, _, body = out.partition(b'\r\n\r\n')
+        assert head.startswith(b'HTTP/1.1 400') and json.loads(body)['error']['code'] == 'invalid_http', (junk[:30], out[:200])
+    alive(http)
+
+def test_a_thousand_idle_connections(http):
+    "They cost files and nothing else, and those that never send a request are closed"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with background_server(build, ServeSettings(port=0, shutdown_seconds=0.2, idle_seconds=3)) as state, httpx.Client(base_url=state.url, timeout=30) as client:
+        host, port = state.url.removeprefix('http://').split(':')
+        idle = [socket.create_connection((host, int(port)), timeout=10) for _ in range(1000)]
+        for k, s in enumerate(idle):
+            if k % 3 == 1: s.sendall(b'POST /v1/completions HTT')                                       # a head that stops in the middle
+            if k % 3 == 2: s.sendall(b'GET /health HTTP/1.1\r\nHost: x\r\n\r\n')                        # one request, then nothing
+        alive(client)
+        end = time.perf_counter() + 20
+        while state.metrics.connections() > 5: assert time.perf_counter() < end, state.metrics.connections(); time.sleep(0.05)
+        for s in idle: s.close()
+        alive(client)
+
+def resident(): return next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmRSS')) / 1e3
+
+def test_clients_that_do_not_read():
+    "They hold neither the engine nor memory: others are served meanwhile, and they are cut off"
+    with background_server(lambda report: build(script=lambda h: ord('a'), gate=slowly(0.0005), max_queue=50), ServeSettings(port=0, shutdown_seconds=0.2, send_seconds=1)) as state:
+        host, port = state.url.removeprefix('http://').split(':')
+        body = json.dumps(dict(prompt=['='] * 60, n=8, max_tokens=500, stream=True, logprobs=5)).encode()      # 240,000 events of some 400 bytes
+        before = resident()
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            s.connect((host, int(port)))
+            s.sendall(f'POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n'.encode() + body)
+            while state.engine.health().active == 0: time.sleep(0.01)
+            assert httpx.post(state.url + TEXT, json=dict(prompt='x', max_tokens=3), timeout=30).json()['choices'][0]['text'] == 'aaa'
+            end = time.perf_counter() + 30
+            while (h := state.engine.health()).active or h.queued: assert time.perf_counter() < end, h; time.sleep(0.05)
+            assert resident() - before < 150, 'memory grew while nobody read'
+        assert state.metrics.requests[TEXT, 408] == 1 and h.cancelled >= 1
+        assert httpx.post(state.url + TEXT, json=dict(prompt='x', max_tokens=3), timeout=30).status_code == 200
+
+def test_a_client_that_stops_sending():
+    with background_server(build, ServeSettings(port=0, shutdown_seconds=0.2, read_seconds=0.3)) as state:
+        for route in READING[:4]:
+            out = raw(state, f'POST {path_of(route)} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n'.encode() + b'{"model":', wait=2.0)
+            assert out.startswith(b'HTTP/1.1 408'), out[:200]
+            same_shape(json.loads(out.partition(b'\r\n\r\n')[2]), route.dialect.error(ApiError(408, 'words', code='x')))
+
+# ---- made-up requests from the server's own description
+
+def test_requests_made_from_the_openapi_page(server, http):
+    "schemathesis writes bodies that the description allows and bodies that it does not; none of them may be a fault of the server"
+    schemathesis = pytest.importorskip('schemathesis')
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import strategies as st
+    schema = schemathesis.openapi.from_dict(http.get('/openapi.json').json())
+    statuses, methods = {}, schemathesis.GenerationMode.all() if hasattr(schemathesis, 'GenerationMode') else [None]
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert {(o.method.upper(), o.path) for o in operations} >= {(r.method, r.path.replace(':path}', '}')) for r in ROUTES}
+    for operation in operations:
+        for mode in methods:
+            strategy = operation.as_strategy(generation_mode=mode) if mode is not None else operation.as_strategy()
+            @settings(max_examples=6, deadline=None, database=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+            @given(case=strategy)
+            def attack(case):
+                answer = case.call(base_url=server.url, timeout=30)
+                statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+                assert answer.status_code < 500 or answer.status_code == 501, (case.method, case.path, case.body, answer.status_code, answer.text[:300])
+            try: attack()
+            except Exception as error:
+                if 'Unsatisfiable' not in type(error).__name__: raise
+    assert statuses.get(200, 0) > 10 and sum(statuses.values()) > 100, statuses
+    alive(http)

@@ -88,8 +88,9 @@ def check(self: Engine, request: Request):
     "Raises RequestError for a request that this model cannot serve; returns the parameters it would run with"
     tokens, p = len(request.prompt_ids), request.params
     if tokens >= self.max_context:
+        by_pages = self.memory.num_pages * PAGE == self.max_context < self.runner.max_context
         error = RequestError(f'the prompt has {tokens:,} tokens, but this model was loaded with a context of {self.max_context:,}, of which at least one must be left for the answer: '
-                             'shorten the prompt or load the model with a larger context', 'messages', 'context_length_exceeded')
+                             f'shorten the prompt or load the model with {"more kv_tokens: the context is what they have room for" if by_pages else "a larger context"}', 'messages', 'context_length_exceeded')
         error.prompt_tokens, error.max_context = tokens, self.max_context
         raise error
     _check_id('prompt', request.prompt_ids.min(), self.vocab_size), _check_id('prompt', request.prompt_ids.max(), self.vocab_size)

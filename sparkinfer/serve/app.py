@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['requests_log', 'OWN_ROUTES', 'ROUTES', 'STATUSES', 'HEAD_LIMIT', 'ServerState', 'Router', 'check_key', 'Exchange',
-           'log_line', 'model_entry', 'list_models', 'one_model', 'info', 'health', 'health_route', 'metrics_route',
-           'version_route', 'openapi_route', 'openapi_document', 'App', 'create_app', 'Connection', 'bind',
-           'raise_file_limit', 'Server', 'url_of', 'background_server', 'curl_line', 'serve']
+           'log_to_stderr', 'log_line', 'model_entry', 'list_models', 'one_model', 'info', 'health', 'health_route',
+           'metrics_route', 'version_route', 'openapi_route', 'openapi_document', 'App', 'create_app', 'Connection',
+           'bind', 'raise_file_limit', 'Server', 'url_of', 'background_server', 'curl_line', 'serve']
 
 # %% ../../nbs/serve/07_app.ipynb #cd7f05bf
 import asyncio, errno, hmac, json, logging, socket, sys, threading, time, urllib.parse
@@ -21,7 +21,7 @@ from starlette.routing import compile_path
 from fastcore.basics import patch
 from ..engine.request import new_id
 from ..errors import SparkinferError
-from . import anthropic, openai, responses
+from . import anthropic, ollama, openai, responses
 from .chat import Job
 from .metrics import Meter, ServerMetrics
 from .page import index
@@ -165,6 +165,14 @@ async def generate(self: Exchange, engine, job: Job):
 # %% ../../nbs/serve/07_app.ipynb #0a3415ef
 requests_log = logging.getLogger('sparkinfer.requests')
 
+def log_to_stderr():
+    "The lines of requests as they are, without the time and name that Python's logging would put before them"
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter('%(message)s'))
+    requests_log.addHandler(handler)
+    requests_log.setLevel(logging.INFO)
+    requests_log.propagate = False
+
 def log_line(exchange: Exchange, prompts=False) -> dict:
     "What the log says of a request"
     e, meter = exchange, exchange.meter
@@ -224,7 +232,7 @@ OWN_ROUTES = [
     Route('/health', None, health_route, 'GET', public=True, kind='own'), Route('/metrics', None, metrics_route, 'GET', public=True, kind='own'), Route('/version', None, version_route, 'GET', public=True, kind='own'),
     Route('/openapi.json', None, openapi_route, 'GET', public=True, kind='own'), Route('/', None, index, 'GET', public=True, kind='own'),
 ]
-ROUTES = [*openai.ROUTES, *responses.ROUTES, *anthropic.ROUTES, *OWN_ROUTES]
+ROUTES = [*openai.ROUTES, *responses.ROUTES, *anthropic.ROUTES, *ollama.ROUTES, *OWN_ROUTES]
 
 # %% ../../nbs/serve/07_app.ipynb #9da344e1
 def _inlined(schema, definitions=None):
@@ -393,20 +401,22 @@ def background_server(factory: Callable, # factory(report) -> Engine
 # %% ../../nbs/serve/07_app.ipynb #a4797593
 def curl_line(url: str, settings: ServeSettings) -> str:
     "A command that works when pasted into a shell"
-    key = f" -H 'Authorization: Bearer {settings.api_key}'" if settings.api_key else ''
+    key = ' -H "Authorization: Bearer $SPARKINFER_API_KEY"' if settings.api_key else ''      # never the key itself: terminals are logged
     return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '" + '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 80}\''
 
 def serve(factory: Callable,            # factory(report) -> Engine, where report(stage, fraction=None) shows progress
           settings=ServeSettings(),
-          echo: Callable = print):      # where the few lines for the user go
+          echo: Callable = print,       # where the few lines for the user go
+          shown: list | None = None):   # the `Setting`s for /v1/info, if there are more than the server's own
     "Serve until Ctrl-C. The port answers (503 on /health) while the model loads."
     sock = bind(settings.host, settings.port)
-    state = ServerState(settings)
+    state = ServerState(settings, shown)
+    if settings.log_requests: log_to_stderr()
     server, url = Server(state, echo), url_of(sock)
     def announce():
         state.changed.wait()
         if state.error: server.should_exit = True
-        elif not state.stopping: echo(f'{state.engine.name} is ready at {url}/v1 (Ctrl-C stops). Try:\n\n  {curl_line(url, settings)}\n')
+        elif not state.stopping: echo(f'{state.engine.name} is ready at {url}/v1 (Ctrl-C stops), with a page at {url}/ for your browser. Try:\n\n  {curl_line(url, settings)}\n')
     threading.Thread(target=announce, daemon=True).start()
     state.load(factory)
     try: server.run(sockets=[sock])
