@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'SYNTHETIC', 'in_floats', 'tiny', 'feed', 'worst', 'check_references', 'poisoned', 'check_memory',
            'check_company', 'check_faults', 'check_draws', 'check_ahead', 'synthetic', 'check_shape_of', 'time_decode',
-           'bench', 'checks', 'run_check', 'main', 'small_hybrid', 'simulate']
+           'noise_weights', 'step_bytes', 'kernel_table', 'bench', 'checks', 'run_check', 'main', 'small_hybrid',
+           'simulate']
 
 # %% ../../nbs/models/05_cuda_check.ipynb #18220cfc
 import argparse, json, sys, tempfile, time
@@ -17,7 +18,7 @@ from ..formats.gguf import Tensor
 from ..formats.safetensors import open_checkpoint, open_folder
 from ..measure.speed import report, text_table
 from .config import ModelConfig
-from .cuda_runner import CudaRunner, device_free
+from .cuda_runner import CudaRunner, device_free, size_for
 from ..cuda.ptx import SIMULATED
 from .forward import Batch, SpecRunner
 from .weights import Weights
@@ -159,7 +160,7 @@ def check_faults(weights, ids):
     assert isinstance(drawn.errors[0], SamplingError) and drawn.tokens[2] == done.tokens[1] and np.isfinite(drawn.logprobs[2]) and len(drawn.top[2][0]) == 2
     return 'NaN in one row of three'
 
-# %% ../../nbs/models/05_cuda_check.ipynb #d58b687a
+# %% ../../nbs/models/05_cuda_check.ipynb #fb8116ca
 def check_draws(weights, ids, count=20, steps=3):
     "The same prompts in two halves of the slots: logits of the one, tokens drawn on the card from the other, with every kind of request"
     from sparkinfer.cuda.check import random_specs
@@ -246,35 +247,84 @@ def time_decode(runner, sequences, position, steps=40, ahead=False, **spec):
     runner.collect(handle)
     return float(np.median(seconds[3:]))
 
-def bench(layers, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, ready=lambda: None):
-    "Make the model, load it, wait for `ready()`, time it"
+def noise_weights(shape, layers=None):
+    "Weights of noise in memory, each large tensor a view of the same bytes: no file, and no more memory than the largest tensor of each type"
+    from types import SimpleNamespace
+    from sparkinfer.models.synthetic import bulk_values, model_metadata, pool, shape_of, tensor_shapes, type_of
+    s, tensors = shape_of(shape, layers), {}
+    if s.tiny:
+        with tempfile.TemporaryDirectory() as folder: return in_floats(synthetic(shape, layers, folder))
+    metadata, sizes = model_metadata(s, shape), tensor_shapes(s)
+    nbytes, longest = {name: quant_type(type_of(s, name)).nbytes(size) for name, size in sizes.items()}, {}
+    for name, n in nbytes.items(): longest[type_of(s, name)] = max(n, longest.get(type_of(s, name), 0))
+    bytes_of = {kind: np.resize(pool(kind).reshape(-1), n) for kind, n in longest.items()}
+    for name, size in sizes.items():
+        kind = type_of(s, name)
+        data = bulk_values(name, size, 0, slice(None)).astype(np.float32).reshape(-1).view(np.uint8) if kind == 'F32' and len(size) < 2 else bytes_of[kind][:nbytes[name]]
+        tensors[name] = Tensor(name, size, quant_type(kind), data)
+    return Weights.from_checkpoint(SimpleNamespace(metadata=metadata, tensors=tensors), ModelConfig.from_gguf(metadata, tensors))
+
+def step_bytes(runner, sequences, position):
+    "What a step of `sequences` sequences at `position` has to read, and of states also to write: every matrix once, of experts those that the last layer was asked for"
+    c, n = runner.config, size_for(sequences)
+    asked = len(set(runner.buffers['ids'].read(np.int32, n * c.experts_per_token).tolist())) / c.num_experts if c.num_experts else 0
+    total = runner.head.nbytes + sequences * (position * runner.page_bytes // PAGE + 2 * runner.state_bytes)
+    for layer in runner.layers:
+        for name, value in layer.items():
+            if name == 'router': total += value.nbytes
+            elif isinstance(value, list) and name != 'memory': total += sum(int(m.nbytes * (asked if name.startswith('experts') else 1)) for m, _ in value)
+    return total
+
+def kernel_table(runner, sequences):
+    "[dict(kernel, launches, microseconds each, milliseconds together)] of a step, the costliest first: all launches of one kernel after one another, without the others between them"
+    from sparkinfer.cuda.graphs import Graph, Kernel, replay_seconds
+    noted, launch, found = {}, Kernel.launch, []
+    def note(kernel, grid, block, *values, stream=None, dependent=False, shared=0): noted.setdefault(kernel, []).append((grid, block, *values))
+    n, Kernel.launch = size_for(sequences), note
+    try:
+        runner.launch_rows(n, n, True)
+        runner.launch_head(n, True, (False, False, False))
+    finally: Kernel.launch = launch
+    for kernel, launches in noted.items():
+        graph = Graph()
+        with graph.record() as stream:
+            for given in launches: kernel.launch(*given, stream=stream, dependent=True)
+        seconds = float(np.median(replay_seconds(graph, 7)))
+        found.append(dict(kernel=kernel.name, launches=len(launches), microseconds=round(seconds / len(launches) * 1e6, 2), milliseconds=round(seconds * 1e3, 4)))
+    return sorted(found, key=lambda k: -k['milliseconds'])
+
+def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, ready=lambda: None, ceiling=4.11e12):
+    "Make the model in memory, load it, wait for `ready()`, time it. ceiling: bytes a second that the card reads at best, which is what an H200 was measured at"
     from sparkinfer.cuda.check import gpu_record
     from sparkinfer.cuda.graphs import replay_seconds
-    with tempfile.TemporaryDirectory() as folder:
+    begin = time.perf_counter()
+    weights = noise_weights(shape, layers)
+    made, begin = time.perf_counter() - begin, time.perf_counter()
+    runner = CudaRunner(kv_type=kv).load(weights, max_context=4352, num_slots=32)
+    loaded, rows, kernels = time.perf_counter() - begin, [], {}
+    print(f'made in {made:.1f} s, loaded in {loaded:.1f} s', flush=True)
+    ready()
+    for sequences, position in ((1, 128), (1, 4096), (4, 1024), (16, 1024), (32, 1024)):
+        took, ahead = (time_decode(runner, sequences, position, ahead=ahead) for ahead in (False, True))
+        drawn = time_decode(runner, sequences, position, ahead=True, temperature=.7, top_k=40, top_p=.95)
+        graph = runner.graphs[sequences, sequences, sequences, True, False, (False, False, False)]
+        device, nbytes = float(np.median(replay_seconds(graph))), step_bytes(runner, sequences, position)
+        if sequences in (1, 32): kernels[str(sequences)] = kernel_table(runner, sequences)
+        rows.append(dict(sequences=sequences, position=position, device_milliseconds=round(device * 1e3, 3), milliseconds=round(took * 1e3, 3), tokens_a_second=round(sequences / took, 1), ahead_tokens_a_second=round(sequences / ahead, 1), drawn_tokens_a_second=round(sequences / drawn, 1),
+                         read_gb=round(nbytes / 1e9, 3), gb_s=round(nbytes / device / 1e9, 1), percent_of_read=round(100 * nbytes / device / ceiling, 1), kernels=sum(k['launches'] for k in kernels[str(sequences)]) if str(sequences) in kernels else 0))
+        print({k: v for k, v in rows[-1].items()}, flush=True)
+    runner.reset(0)
+    prompt = np.random.default_rng(0).integers(0, weights.config.vocab_size, 1024)
+    for _ in range(2):
         begin = time.perf_counter()
-        weights = synthetic(shape, layers, folder)
-        made, begin = time.perf_counter() - begin, time.perf_counter()
-        runner = CudaRunner(kv_type=kv).load(weights, max_context=4352, num_slots=32)
-        loaded, rows = time.perf_counter() - begin, []
-        print(f'made in {made:.1f} s, loaded in {loaded:.1f} s', flush=True)
-        ready()
-        for sequences, position in ((1, 128), (1, 4096), (4, 1024), (16, 1024), (32, 1024)):
-            took, ahead = (time_decode(runner, sequences, position, ahead=ahead) for ahead in (False, True))
-            drawn = time_decode(runner, sequences, position, ahead=True, temperature=.7, top_k=40, top_p=.95)
-            device = float(np.median(replay_seconds(runner.graphs[sequences, sequences, sequences, True, True, (False, False, False)])))
-            rows.append(dict(sequences=sequences, position=position, device_milliseconds=round(device * 1e3, 3), milliseconds=round(took * 1e3, 3), tokens_a_second=round(sequences / took, 1), ahead_tokens_a_second=round(sequences / ahead, 1), drawn_tokens_a_second=round(sequences / drawn, 1)))
-            print(rows[-1], flush=True)
+        runner.submit(Batch.of(prompt))
+        read = time.perf_counter() - begin
         runner.reset(0)
-        prompt = np.random.default_rng(0).integers(0, weights.config.vocab_size, 1024)
-        for _ in range(2):
-            begin = time.perf_counter()
-            runner.submit(Batch.of(prompt))
-            read = time.perf_counter() - begin
-            runner.reset(0)
-        size = weights.nbytes
-        runner.close()
-    table = text_table(['sequences', 'at position', 'ms on the card', 'ms', 'tok/s', 'one step ahead', 'with temperature, top-k, top-p'], [list(map(str, r.values())) for r in rows])
-    return report(f'cuda-runner-{shape}', f'{table}\nprompt of 1024 tokens: {1024 / read:.0f} tok/s', dict(shape=shape, layers=weights.config.num_layers, kv_type=kv, weight_bytes=size, load_seconds=round(loaded, 1), prompt_tokens_a_second=round(1024 / read, 1), results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
+    size, depth = weights.nbytes, weights.config.num_layers
+    runner.close()
+    table = text_table(['sequences', 'at position', 'ms on the card', 'ms', 'tok/s', 'one step ahead', 'with temperature, top-k, top-p', 'GB read', 'GB/s', '% of reading', 'kernels'], [list(map(str, r.values())) for r in rows])
+    for sequences, found in kernels.items(): table += f'\n\n{sequences} sequences, each kernel alone:\n' + text_table(['kernel', 'a step', 'µs', 'ms together'], [list(map(str, k.values())) for k in found])
+    return report(f'cuda-runner-{shape}', f'{table}\n\nprompt of 1024 tokens: {1024 / read:.0f} tok/s', dict(shape=shape, layers=depth, kv_type=kv, weight_bytes=size, load_seconds=round(loaded, 1), ceiling_gb_s=ceiling / 1e9, prompt_tokens_a_second=round(1024 / read, 1), results=rows, kernels=kernels, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
 
 # %% ../../nbs/models/05_cuda_check.ipynb #a141ec9e
 def checks(folder, families, shapes):
@@ -301,6 +351,7 @@ def main(argv=None):
     parser.add_argument('--families', nargs='*', default=FAMILIES)
     parser.add_argument('--shapes', nargs='*', default=list(SYNTHETIC))
     parser.add_argument('--processes', type=int, default=1, help='run so many checks at a time, each in a process of its own')
+    parser.add_argument('--speed-of', nargs='*', default=['qwen3.6-35b-a3b'], help='shapes that --speed times')
     parser.add_argument('--speed', type=int, help='time a made-up qwen3.6-35b-a3b of so many layers (40 is all of it)')
     parser.add_argument('--commit', help='what to write into the record where there is no git')
     args, failed, lines = parser.parse_args(argv), 0, []
@@ -314,7 +365,7 @@ def main(argv=None):
     if lines:
         from sparkinfer.cuda.check import gpu_record
         report('cuda-runner-check', f'{len(lines) - failed} of {len(lines)} hold', dict(failed=failed, checks=[dict(what=w, seconds=s, outcome=o) for w, s, o in lines], **gpu_record(), **(dict(measured_commit=args.commit) if args.commit else {})), save=not failed)
-    if args.speed: bench(args.speed, commit=args.commit)
+    for shape in args.speed_of if args.speed else (): bench(args.speed if shape == 'qwen3.6-35b-a3b' else None, shape, commit=args.commit)
     return failed
 
 if getattr(globals().get('__spec__'), 'name', None) == 'sparkinfer.models.cuda_check' and __name__ == '__main__': sys.exit(main())
