@@ -35,9 +35,11 @@ def test_scores_are_those_of_transformers(family):
         for prompt in (1, 40, 64, 75):
             for again in (False, True):                                           # from the cache the second time
                 found = engine.score(ids[:prompt], ids[prompt:], top=3)
-                rows = [log_softmax(row) for row in expected[prompt - 1:]]
-                np.testing.assert_allclose([e.logprob for e in found.entries], [row[t] for row, t in zip(rows, ids[prompt:])], atol=2e-4)
-                assert all(abs(lp - row[i]) < 2e-4 for e, row in zip(found.entries, rows) for i, lp in e.top)
+                first = max(prompt - 1, 75 - len(expected))                       # of some families only the last rows are on record
+                rows, entries = [log_softmax(row) for row in expected[first - 75:]], found.entries[first - prompt + 1:]
+                assert len(found.entries) == 76 - prompt and len(entries) == len(rows)
+                np.testing.assert_allclose([e.logprob for e in entries], [row[t] for row, t in zip(rows, ids[first + 1:])], atol=2e-4)
+                assert all(abs(lp - row[i]) < 2e-4 for e, row in zip(entries, rows) for i, lp in e.top)
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_the_cpu_runner_shows_the_same_hidden_rows(family):
