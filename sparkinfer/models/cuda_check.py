@@ -9,7 +9,7 @@ __all__ = ['FAMILIES', 'SYNTHETIC', 'in_floats', 'tiny', 'feed', 'worst', 'check
            'simulate']
 
 # %% ../../nbs/models/05_cuda_check.ipynb #18220cfc
-import argparse, json, sys, tempfile, time
+import argparse, json, math, sys, tempfile, time
 from pathlib import Path
 import numpy as np
 from ..errors import SparkinferError
@@ -255,7 +255,7 @@ def noise_weights(shape, layers=None):
     if s.tiny:
         with tempfile.TemporaryDirectory() as folder: return in_floats(synthetic(shape, layers, folder))
     metadata, sizes = model_metadata(s, shape), tensor_shapes(s)
-    nbytes, longest = {name: quant_type(type_of(s, name)).nbytes(size) for name, size in sizes.items()}, {}
+    nbytes, longest = {name: quant_type(type_of(s, name)).nbytes(math.prod(size)) for name, size in sizes.items()}, {}
     for name, n in nbytes.items(): longest[type_of(s, name)] = max(n, longest.get(type_of(s, name), 0))
     bytes_of = {kind: np.resize(pool(kind).reshape(-1), n) for kind, n in longest.items()}
     for name, size in sizes.items():
