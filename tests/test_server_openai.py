@@ -134,7 +134,7 @@ def test_models(server, client):
 def test_a_mistake_is_sent_once_and_says_what_is_wrong(server):
     seen = []
     with httpx.Client(event_hooks=dict(request=[lambda r: seen.append(r.url.path)])) as http, openai.OpenAI(base_url=server.url + '/v1', api_key='none', http_client=http) as client:
-        for knobs, param in ((dict(temperature=3), 'temperature'), (dict(stop=['a'] * 5), 'stop'), (dict(tools=[dict(type='function', function=dict(name='f'))]), 'tools'), (dict(response_format=dict(type='json_object')), 'response_format'), (dict(n=100), 'n'), (dict(top_logprobs=3), 'top_logprobs'), (dict(logit_bias={'9999': 1}), 'logit_bias')):
+        for knobs, param in ((dict(temperature=3), 'temperature'), (dict(stop=['a'] * 5), 'stop'), (dict(tools=[dict(type='function', function=dict(name='f'))]), 'tools'), (dict(response_format=dict(type='json_schema')), 'response_format'), (dict(n=100), 'n'), (dict(top_logprobs=3), 'top_logprobs'), (dict(logit_bias={'9999': 1}), 'logit_bias')):
             seen.clear()
             with pytest.raises(openai.BadRequestError) as e: client.chat.completions.create(**{**dict(model='m', messages=[dict(role='user', content='greet')]), **knobs})
             assert e.value.param == param and e.value.type == 'invalid_request_error' and len(seen) == 1, (knobs, e.value)

@@ -12,6 +12,7 @@ import re, time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+from ..engine.grammar import tool_grammar
 from ..engine.request import ErrorEvent, FinishEvent, Grammar, ReasoningBudget, Request, SamplingParams, Timing, Usage, new_id
 from ..errors import RequestError
 from .protocol import ApiError, error_of
@@ -191,7 +192,7 @@ def stream_job(job: Job, engine) -> Iterator[bytes]:
     except Exception as error: yield job.writer.failure(error_of(error))
     else: yield answers.closing()
 
-# %% ../../nbs/serve/01_chat.ipynb #288575c8
+# %% ../../nbs/serve/01_chat.ipynb #cb907935
 _TYPES = ('string', 'number', 'integer', 'boolean', 'array', 'object', 'null')
 _NAME = re.compile(r'[A-Za-z0-9_.:/-]{1,128}')
 
@@ -227,7 +228,7 @@ def check_tools(tools: list):
     names = [tool['function']['name'] for tool in tools]
     if len(set(names)) < len(names): raise bad('tools', f'holds two functions of the name {next(n for n in names if names.count(n) > 1)!r}')
 
-# %% ../../nbs/serve/01_chat.ipynb #b1583999
+# %% ../../nbs/serve/01_chat.ipynb #e77e1c37
 @dataclass
 class Prompt:
     "A rendered call"
@@ -261,15 +262,12 @@ def chat_prompt(call: ChatCall, engine) -> Prompt:
     ids = [int(i) for i in engine.encode_chat(call.messages, **({'tools': tools} if tools else {}), **variables)]
     return Prompt(ids, markup, opened_by(ids, markup, engine.tokenizer), tools)
 
-# %% ../../nbs/serve/01_chat.ipynb #0fd41541
+# %% ../../nbs/serve/01_chat.ipynb #df8b552c
 def constrained(call: ChatCall, prompt: Prompt, tokenizer) -> SamplingParams:
     "The call's parameters with its grammar and its reasoning"
     grammar, markup, choice = call.format, prompt.markup, call.tool_choice
-    strict = [tool for tool in prompt.tools if tool['function'].get('strict')]
-    if prompt.tools and (choice != 'auto' or grammar is not None or strict):
-        try: from sparkinfer.engine.grammar import tool_grammar
-        except ModuleNotFoundError: raise ApiError(400, "'tool_choice': required calls are not supported yet", param='tool_choice', code='unsupported_parameter') from None
-        grammar = tool_grammar(prompt.tools, choice, call.parallel_tool_calls, markup, **({'content': grammar} if grammar is not None and choice == 'auto' else {}))
+    if prompt.tools and choice == 'auto' and grammar is not None: raise ApiError(400, 'tools and a format of the text together are not supported: leave one of them out, or set \'tool_choice\' to "none" or "required"', param='response_format', code='unsupported_parameter')
+    if prompt.tools: grammar = tool_grammar(prompt.tools, choice, call.parallel_tool_calls, markup) or grammar
     if not markup.think_close: return replace(call.params, grammar=grammar)
     close, open = (tuple(tokenizer.encode(text, special=True, add_bos=False)) for text in (markup.think_close, markup.think_open))
     off = call.thinking is False or call.effort == 'none' or call.budget == 0
