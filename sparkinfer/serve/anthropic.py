@@ -15,14 +15,15 @@ from datetime import datetime, timezone
 from typing import Any, ClassVar
 from fastcore.basics import patch
 from ..engine.request import Grammar, SamplingParams, new_id
-from .chat import ChatCall, Job, Writer, chat_job
+from .chat import ChatCall, Job, Writer, chat_job, chat_prompt, check_tools
 from .openai import served_model
 from .protocol import ApiError, Body, Dialect, Route
 from .responses import Blocks, Conversation, named, renaming, stop_strings, wrong
 from ..text.reasoning_tools import closing as close_json
 
 # %% ../../nbs/serve/04_anthropic.ipynb #5bde951b
-ERROR_TYPES = {401: 'authentication_error', 403: 'permission_error', 404: 'not_found_error', 408: 'timeout_error', 413: 'request_too_large', 429: 'rate_limit_error', 503: 'overloaded_error', 504: 'timeout_error', 529: 'overloaded_error'}
+ERROR_TYPES = {401: 'authentication_error', 403: 'permission_error', 404: 'not_found_error', 408: 'timeout_error', 413: 'request_too_large',
+               429: 'rate_limit_error', 503: 'overloaded_error', 504: 'timeout_error', 529: 'overloaded_error'}
 
 class Anthropic(Dialect):
     "Anthropic's shape of an error; the name of the request goes into its headers too"
@@ -31,7 +32,8 @@ class Anthropic(Dialect):
         known, message = error.error, error.error['message']
         if known.get('n_prompt_tokens') is not None: message = f"prompt is too long: {known['n_prompt_tokens']} tokens > {known['n_ctx']} maximum ({message})"
         kind = ERROR_TYPES.get(error.status, 'invalid_request_error' if error.status < 500 else 'api_error')
-        return dict(type='error', error=dict(type=kind, message=message), request_id=error.headers.setdefault('request-id', f'req_{new_id()}'))
+        error.headers = {'request-id': f'req_{new_id()}'} | error.headers          # a new dict: several errors may share one
+        return dict(type='error', error=dict(type=kind, message=message), request_id=error.headers['request-id'])
 
 DIALECT = Anthropic()
 
@@ -50,7 +52,6 @@ class CountBody(Body):
     tool_choice: dict | None = None
     output_config: dict | None = None
     container: Any = None
-    context_management: Any = None
     mcp_servers: list | None = None
     max_tokens: int | None = None
 
@@ -114,7 +115,8 @@ def conversation(body: CountBody) -> list[dict]:
         if system: talk.add(dict(role='system', content=system))
     if not body.messages: raise wrong('messages', 'must hold at least one message')
     for k, turn in enumerate(body.messages): read_turn(turn, f'messages[{k}]', talk)
-    if body.messages[-1].role == 'assistant': raise wrong('messages', "must end with the user's: this server does not continue the assistant's last message", 'unsupported_prefill')
+    if body.messages[-1].role == 'assistant':
+        raise wrong('messages', "must end with the user's: this server does not continue the assistant's last message", 'unsupported_prefill')
     return talk.end()
 
 # %% ../../nbs/serve/04_anthropic.ipynb #a75b8567
@@ -126,34 +128,33 @@ def thinking_of(body: CountBody):
     if kind not in ('enabled', 'adaptive', 'disabled'): raise wrong('thinking.type', 'must be enabled, adaptive or disabled')
     if given.get('display') not in (None, 'summarized', 'omitted'): raise wrong('thinking.display', 'must be summarized or omitted')
     if kind == 'enabled':
-        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1024: raise wrong('thinking.budget_tokens', 'must be an integer of at least 1024')
+        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1024:
+            raise wrong('thinking.budget_tokens', 'must be an integer of at least 1024')
         if body.max_tokens is not None and budget >= body.max_tokens: raise wrong('thinking.budget_tokens', f'must be less than max_tokens ({body.max_tokens})')
     return kind != 'disabled', budget if kind == 'enabled' else None, given.get('display') == 'omitted'
 
 def function_tools(tools: list | None) -> list[dict]:
-    "The tools in the chat API's shape, or ApiError 400"
+    "The tools in the chat API's shape, or ApiError 400; what is inside them, `chat_job` checks"
     out = []
     for k, tool in enumerate(tools or []):
         here = f'tools[{k}]'
         if not isinstance(tool, dict): raise wrong(here, 'must be an object')
-        if tool.get('type') not in (None, 'custom'): raise wrong(f'{here}.type', f'is {str(tool["type"])[:40]!r}: only tools with a name and an input_schema of their own can be offered here; those that the provider defines or runs do not exist on this server', 'unsupported_tool')
-        if not isinstance(tool.get('name'), str) or not tool['name']: raise wrong(f'{here}.name', 'must be a string')
+        if tool.get('type') not in (None, 'custom'):
+            why = 'only tools with an input_schema of their own can be offered here; those that the provider defines or runs do not exist on this server'
+            raise wrong(f'{here}.type', f'is {str(tool["type"])[:40]!r}: {why}', 'unsupported_tool')
         if not isinstance(tool.get('input_schema'), dict): raise wrong(f'{here}.input_schema', 'must be a JSON schema (an object)')
-        if not isinstance(tool.get('description'), str | None): raise wrong(f'{here}.description', 'must be a string')
-        function = dict(name=tool['name'], description=tool.get('description') or '', parameters=tool['input_schema'])
+        function = {name: tool[given] for name, given in (('name', 'name'), ('description', 'description'),
+                                                          ('parameters', 'input_schema')) if tool.get(given) is not None}
         out.append(dict(type='function', function=function | (dict(strict=True) if tool.get('strict') is True else {})))
-    names = [t['function']['name'] for t in out]
-    if len(set(names)) < len(names): raise wrong('tools', f'holds two tools of one name: {next(n for n in names if names.count(n) > 1)[:100]!r}')
+    check_tools(out)
     return out
 
-def tool_choice(choice: dict | None, tools: list):
+def tool_choice(choice: dict | None):
     "`(choice, parallel)` for a ChatCall"
     choice = choice or dict(type='auto')
     kind, alone = choice.get('type'), choice.get('disable_parallel_tool_use')
     if kind not in ('auto', 'any', 'tool', 'none'): raise wrong('tool_choice.type', 'must be auto, any, tool or none')
     if not isinstance(alone, bool | None): raise wrong('tool_choice.disable_parallel_tool_use', 'must be true or false')
-    if kind in ('any', 'tool') and not tools: raise wrong('tool_choice', "asks for a tool, but 'tools' holds none")
-    if kind == 'tool' and choice.get('name') not in [t['function']['name'] for t in tools]: raise wrong('tool_choice.name', f"is {str(choice.get('name'))[:100]!r}, which 'tools' does not hold")
     return {'any': 'required', 'tool': dict(name=choice.get('name'))}.get(kind, kind), not alone
 
 # %% ../../nbs/serve/04_anthropic.ipynb #cf806b63
@@ -162,30 +163,34 @@ def output_of(config: dict | None):
     config = config or {}
     effort, form = config.get('effort'), config.get('format')
     if effort not in (None, 'low', 'medium', 'high', 'xhigh', 'max'): raise wrong('output_config.effort', 'must be low, medium, high, xhigh or max')
-    if form is not None and (not isinstance(form, dict) or form.get('type') != 'json_schema'): raise wrong('output_config.format', 'must be {"type": "json_schema", "schema": {…}}')
+    if form is not None and (not isinstance(form, dict) or form.get('type') != 'json_schema'):
+        raise wrong('output_config.format', 'must be {"type": "json_schema", "schema": {…}}')
     if form is not None and not isinstance(form.get('schema'), dict): raise wrong('output_config.format.schema', 'must be a JSON schema (an object)')
     return 'xhigh' if effort == 'max' else effort, Grammar('json_schema', form['schema']) if form else None
 
 def chat_call(body: CountBody) -> ChatCall:
     "The request as every dialect's, or ApiError / RequestError"
-    for name in ('container', 'context_management', 'mcp_servers'):
+    for name in ('container', 'mcp_servers'):
         if getattr(body, name) not in (None, [], {}): raise wrong(name, 'is something that the provider does; this server does not', 'unsupported_parameter')
-    tools = function_tools(body.tools)
-    choice, parallel = tool_choice(body.tool_choice, tools)
+    choice, parallel = tool_choice(body.tool_choice)
     thinking, budget, _ = thinking_of(body)
     effort, form = output_of(body.output_config)
-    more = {} if not isinstance(body, MessagesBody) else dict(stop=stop_strings(body.stop_sequences, 'stop_sequences'), **{name: getattr(body, name) for name in ('temperature', 'top_p', 'top_k', 'seed')})
-    return ChatCall(conversation(body), SamplingParams(max_tokens=body.max_tokens, **more), tools, choice, parallel, form, thinking, effort, budget, stream=bool(getattr(body, 'stream', False)))
+    more = {} if not isinstance(body, MessagesBody) else dict(stop=stop_strings(body.stop_sequences, 'stop_sequences'),
+                                                              **{name: getattr(body, name) for name in ('temperature', 'top_p', 'top_k', 'seed')})
+    return ChatCall(conversation(body), SamplingParams(max_tokens=body.max_tokens, **more), function_tools(body.tools), choice, parallel, form, thinking,
+                    effort, budget, stream=bool(getattr(body, 'stream', False)))
 
 # %% ../../nbs/serve/04_anthropic.ipynb #69c5d5f6
 def signature(thinking: str) -> str: return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()
 
 def usage_dict(usage) -> dict:
-    return dict(input_tokens=usage.prompt_tokens, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=usage.completion_tokens, output_tokens_details=dict(thinking_tokens=usage.reasoning_tokens))
+    return dict(input_tokens=usage.prompt_tokens, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=usage.completion_tokens,
+                output_tokens_details=dict(thinking_tokens=usage.reasoning_tokens))
 
 def stop_of(answer, max_tokens) -> dict:
     "Why it ended. A limit that was not the request's own is the end of the context."
-    if answer.reason == 'length': reason = 'max_tokens' if max_tokens is None or answer.usage.completion_tokens >= max_tokens else 'model_context_window_exceeded'
+    if answer.reason == 'length':
+        reason = 'max_tokens' if max_tokens is None or answer.usage.completion_tokens >= max_tokens else 'model_context_window_exceeded'
     else: reason = 'stop_sequence' if isinstance(answer.stop, str) else 'tool_use' if answer.reason == 'tool_calls' else 'end_turn'
     return dict(stop_reason=reason, stop_sequence=answer.stop if reason == 'stop_sequence' else None)
 
@@ -200,7 +205,8 @@ class MessagesWriter(Writer):
     def call_id(self, choice, call): return f'toolu_{self.id}{call:02d}'
 
     def message(self, content, usage, stop_reason=None, stop_sequence=None) -> dict:
-        return dict(id=f'msg_{self.id}', type='message', role='assistant', model=self.model, content=content, stop_reason=stop_reason, stop_sequence=stop_sequence, usage=usage_dict(usage))
+        return dict(id=f'msg_{self.id}', type='message', role='assistant', model=self.model, content=content, stop_reason=stop_reason,
+                    stop_sequence=stop_sequence, usage=usage_dict(usage))
 
     def content(self, block) -> dict:
         "A block, whole"
@@ -209,7 +215,8 @@ class MessagesWriter(Writer):
         return dict(type='tool_use', id=self.call_id(0, block.call), name=block.name, input=json.loads(block.text + close_json(block.text)))
 
     def begin(self, block) -> bytes:
-        empty = {'content': lambda: dict(type='text', text=''), 'reasoning': lambda: dict(type='thinking', thinking='', signature=''), 'call': lambda: dict(type='tool_use', id=self.call_id(0, block.call), name=block.name, input={})}
+        empty = {'content': lambda: dict(type='text', text=''), 'reasoning': lambda: dict(type='thinking', thinking='', signature=''),
+                 'call': lambda: dict(type='tool_use', id=self.call_id(0, block.call), name=block.name, input={})}
         return named(dict(type='content_block_start', index=block.index, content_block=empty[block.kind]()))
 
     def more(self, block, text, entries=()) -> bytes:
@@ -219,7 +226,8 @@ class MessagesWriter(Writer):
 
     def end(self, block) -> bytes:
         last = self.more(block, close_json(block.text)) if block.kind == 'call' else b''
-        if block.kind == 'reasoning': last = named(dict(type='content_block_delta', index=block.index, delta=dict(type='signature_delta', signature=signature(block.text))))
+        if block.kind == 'reasoning':
+            last = named(dict(type='content_block_delta', index=block.index, delta=dict(type='signature_delta', signature=signature(block.text))))
         return last + named(dict(type='content_block_stop', index=block.index))
 
     def steps(self, steps) -> bytes: return b''.join(getattr(self, step)(*rest) for step, *rest in steps)
@@ -235,7 +243,8 @@ def piece(self: MessagesWriter, choice, piece, logprobs) -> bytes: return self.s
 def ending(self: MessagesWriter, choice, answer) -> bytes: return self.steps(self.blocks.finish(answer.reason != 'length' and answer.cut_in is None))
 
 @patch
-def response(self: MessagesWriter, answers, usage) -> dict: return self.message([self.content(b) for b in self.blocks.all], usage, **stop_of(answers[0], self.max_tokens))
+def response(self: MessagesWriter, answers, usage) -> dict:
+    return self.message([self.content(b) for b in self.blocks.all], usage, **stop_of(answers[0], self.max_tokens))
 
 @patch
 def closing(self: MessagesWriter, answers, usage) -> bytes:
@@ -245,13 +254,17 @@ def closing(self: MessagesWriter, answers, usage) -> bytes:
 def failure(self: MessagesWriter, error) -> bytes: return named(DIALECT.error(error))
 
 # %% ../../nbs/serve/04_anthropic.ipynb #a7c62744
-def prepare(body: CountBody, context) -> Job:
+_FIELDS = dict(stop='stop_sequences', response_format='output_config.format', reasoning='thinking', schema='input_schema')      # theirs -> ours
+
+def prepare(body: MessagesBody, context) -> Job:
     "Raises ApiError or RequestError"
     engine = context.engine
     writer = MessagesWriter(served_model(body, context), engine.tokenizer, max_tokens=body.max_tokens, hidden=thinking_of(body)[2])
-    with renaming(stop='stop_sequences', response_format='output_config.format', reasoning='thinking'): return chat_job(chat_call(body), engine, writer)
+    with renaming(**_FIELDS): return chat_job(chat_call(body), engine, writer)
 
-def count(body: CountBody, context) -> dict: return dict(input_tokens=len(prepare(body, context).requests[0].prompt_ids))
+def count(body: CountBody, context) -> dict:
+    served_model(body, context)
+    with renaming(**_FIELDS): return dict(input_tokens=len(chat_prompt(chat_call(body), context.engine).ids))
 
 ROUTES = [Route('/v1/messages', MessagesBody, prepare, dialect=DIALECT),
     Route('/v1/messages/count_tokens', CountBody, count, dialect=DIALECT, kind='answer')]
@@ -259,7 +272,8 @@ ROUTES = [Route('/v1/messages', MessagesBody, prepare, dialect=DIALECT),
 # %% ../../nbs/serve/04_anthropic.ipynb #80e8c540
 def model_info(engine, created: int) -> dict:
     "`created`: seconds since 1970"
-    return dict(type='model', id=engine.name, display_name=engine.name, created_at=datetime.fromtimestamp(created, timezone.utc).strftime('%Y-%m-%dT%H:%M:%SZ'), lifecycle='active', max_input_tokens=engine.max_context, max_tokens=engine.max_context)
+    return dict(type='model', id=engine.name, display_name=engine.name, created_at=datetime.fromtimestamp(created, timezone.utc).strftime('%Y-%m-%dT%H:%M:%SZ'),
+                lifecycle='active', max_input_tokens=engine.max_context, max_tokens=engine.max_context)
 
 def models_page(engine, created: int, query: dict) -> dict:
     "GET /v1/models in this API's form; behind or before the one model there is no other"

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['ENCRYPTED', 'READERS', 'DIALECT', 'ROUTES', 'Block', 'Blocks', 'ResponsesBody', 'wrong', 'text_of', 'reasoning_of',
            'Conversation', 'read_message', 'read_reasoning', 'read_call', 'read_result', 'conversation',
-           'function_tools', 'tool_choice', 'known_tool', 'refuse_unsupported', 'thinking_of', 'text_format',
-           'stop_strings', 'sampling', 'renaming', 'Kept', 'ResponseStore', 'named', 'usage_dict', 'ResponsesWriter',
-           'store_of', 'new_items', 'fitted', 'chat_call', 'echo_of', 'prepare', 'retrieve', 'delete', 'input_items',
+           'function_tools', 'tool_choice', 'refuse_unsupported', 'thinking_of', 'text_format', 'stop_strings',
+           'sampling', 'renaming', 'Kept', 'ResponseStore', 'named', 'usage_dict', 'ResponsesWriter', 'store_of',
+           'new_items', 'fitted', 'chat_call', 'echo_of', 'said_before', 'prepare', 'retrieve', 'delete', 'input_items',
            'cancel', 'count']
 
 # %% ../../nbs/serve/03_responses.ipynb #36e998e4
@@ -21,7 +21,7 @@ from typing import Any
 from fastcore.basics import patch
 from ..engine.request import Grammar, SamplingParams, new_id
 from ..errors import RequestError
-from .chat import ChatCall, Job, Writer, chat_job
+from .chat import ChatCall, Job, Writer, chat_job, chat_prompt, check_tools
 from .openai import chat_logprobs, served_model
 from .protocol import OPENAI, ApiError, Body, Route, sse, to_json
 
@@ -158,7 +158,10 @@ class Conversation:
         if message['role'] != 'assistant': self.thought = ''
         self.messages.append(message)
 
-    def says(self, text): self.turn(bool(self.messages) and bool(self.messages[-1]['content']) and not self.messages[-1].get('tool_calls'))['content'] += text
+    def says(self, text):
+        last = self.messages[-1] if self.messages else {}
+        message = self.turn(new=bool(last.get('content')) and not last.get('tool_calls'))
+        message['content'] += '\n' * bool(message['content'] and text) + text          # behind a call, the turn goes on
 
     def calls(self, id, name, arguments: dict):
         if id in self.names: raise ApiError(400, f'two calls have the identifier {id[:100]!r}', param=self.place)
@@ -166,12 +169,15 @@ class Conversation:
         self.names[id] = self.pending[id] = name
 
     def result(self, id, text, place):
-        if id not in self.pending: raise ApiError(400, f"'{place}' answers the call {str(id)[:100]!r}, which " + ('has its result already' if id in self.names else 'nobody made'), param=place)
+        if id not in self.pending:
+            raise ApiError(400, f"'{place}' answers the call {str(id)[:100]!r}, which " + ('has its result already' if id in self.names else 'nobody made'),
+                           param=place)
         del self.pending[id]
         self.add(dict(role='tool', tool_call_id=id, name=self.names[id], content=text))
 
     def unanswered(self):
-        return ApiError(400, f'the call {next(iter(self.pending))[:100]!r} has no result: each call needs one before the conversation goes on', param=self.place)
+        return ApiError(400, f'the call {next(iter(self.pending))[:100]!r} has no result: each call needs one before the conversation goes on',
+                        param=self.place)
 
     def end(self):
         if self.pending: raise self.unanswered()
@@ -211,46 +217,39 @@ def conversation(items: list, instructions: str | None = None) -> list[dict]:
         if not isinstance(item, dict): raise wrong(place, 'must be an object')
         kind = item.get('type', 'message' if 'role' in item else None)
         if not isinstance(kind, str): raise wrong(f'{place}.type', 'must be a string such as "message"')
-        if kind not in READERS: raise wrong(f'{place}.type', f'is {kind[:40]!r}: this server reads {", ".join(READERS)} and item_reference', 'unsupported_content')
+        if kind not in READERS:
+            raise wrong(f'{place}.type', f'is {kind[:40]!r}: this server reads {", ".join(READERS)} and item_reference', 'unsupported_content')
         READERS[kind](item, place, talk)
     return talk.end()
 
 # %% ../../nbs/serve/03_responses.ipynb #4a739c5e
 def function_tools(tools: list | None) -> list[dict]:
-    "The tools in the chat API's shape, or ApiError 400"
+    "The tools in the chat API's shape, or ApiError 400; what is inside them, `chat_job` checks"
     out = []
     for k, tool in enumerate(tools or []):
-        place = f'tools[{k}]'
-        if not isinstance(tool, dict): raise wrong(place, 'must be an object')
-        if tool.get('type') != 'function': raise wrong(f'{place}.type', f'is {str(tool.get("type"))[:40]!r}: only "function" tools can be offered here; those that run at the provider do not exist on this server', 'unsupported_tool')
-        if not isinstance(tool.get('name'), str) or not tool['name']: raise wrong(f'{place}.name', 'must be a string')
-        parameters = tool.get('parameters')
-        if not isinstance(parameters, dict | None): raise wrong(f'{place}.parameters', 'must be a JSON schema (an object)')
-        if not isinstance(tool.get('description'), str | None): raise wrong(f'{place}.description', 'must be a string')
-        function = dict(name=tool['name'], description=tool.get('description') or '', parameters=parameters or dict(type='object', properties={}))
+        if not isinstance(tool, dict): raise wrong(f'tools[{k}]', 'must be an object')
+        if tool.get('type') != 'function':
+            why = 'only "function" tools can be offered here; those that run at the provider do not exist on this server'
+            raise wrong(f'tools[{k}].type', f'is {str(tool.get("type"))[:40]!r}: {why}', 'unsupported_tool')
+        function = {name: tool[name] for name in ('name', 'description', 'parameters') if tool.get(name) is not None}
         out.append(dict(type='function', function=function | (dict(strict=True) if tool.get('strict') is True else {})))
-    names = [t['function']['name'] for t in out]
-    if len(set(names)) < len(names): raise wrong('tools', f'holds two tools of one name: {next(n for n in names if names.count(n) > 1)[:100]!r}')
+    check_tools(out)
     return out
 
 def tool_choice(choice, tools: list):
     "`(choice, tools)` for a ChatCall; a choice of some tools leaves the others out"
-    if choice in (None, 'auto', 'none'): return choice or 'auto', tools
-    if isinstance(choice, str) and choice != 'required': raise wrong('tool_choice', f'must be auto, none, required or an object, not {choice[:40]!r}')
-    if not tools: raise wrong('tool_choice', "asks for a tool, but 'tools' holds none")
-    if choice == 'required': return choice, tools
-    if not isinstance(choice, dict): raise wrong('tool_choice', 'must be a string or an object')
-    if choice.get('type') == 'function': return dict(name=known_tool(choice.get('name'), tools)), tools
-    if choice.get('type') != 'allowed_tools': raise wrong('tool_choice.type', f'is {str(choice.get("type"))[:40]!r}: only functions can be chosen here', 'unsupported_tool')
+    if choice in (None, 'auto', 'none', 'required'): return choice or 'auto', tools
+    kind = choice.get('type') if isinstance(choice, dict) else None
+    if not isinstance(kind, str): raise wrong('tool_choice', 'must be auto, none, required or an object')
+    if kind == 'function': return dict(name=choice.get('name')), tools
+    if kind != 'allowed_tools': raise wrong('tool_choice.type', f'is {kind[:40]!r}: only functions can be chosen here', 'unsupported_tool')
     if choice.get('mode') not in ('auto', 'required'): raise wrong('tool_choice.mode', 'must be auto or required')
-    listed = choice.get('tools')
+    listed, names = choice.get('tools'), [t['function']['name'] for t in tools]
     if not isinstance(listed, list) or not listed or not all(isinstance(t, dict) for t in listed): raise wrong('tool_choice.tools', 'must be a list of tools')
-    allowed = {known_tool(t.get('name'), tools) for t in listed}
+    allowed = [t.get('name') for t in listed]
+    for name in allowed:
+        if name not in names: raise wrong('tool_choice.tools', f"names {str(name)[:100]!r}, which is not in 'tools'")
     return choice['mode'], [t for t in tools if t['function']['name'] in allowed]
-
-def known_tool(name, tools):
-    if name not in [t['function']['name'] for t in tools]: raise wrong('tool_choice', f"names the tool {str(name)[:100]!r}, which 'tools' does not hold")
-    return name
 
 # %% ../../nbs/serve/03_responses.ipynb #5fd3de7f
 _EFFORTS = ('none', 'minimal', 'low', 'medium', 'high', 'xhigh', 'max')
@@ -294,14 +293,18 @@ def sampling(body: ResponsesBody) -> SamplingParams:
     return SamplingParams(max_tokens=body.max_output_tokens, stop=stop_strings(body.stop), logprobs=logprobs, **{name: getattr(body, name) for name in same})
 
 @contextmanager
-def renaming(**names):
-    "Errors of the floors below, which know a field by another name, in the words of the sender"
+def renaming(schema='parameters', **names):
+    "Errors of the floors below, which know a field by another name, in the words of the sender; `schema`: what a tool's parameters are called"
     try: yield
-    except RequestError as error:
-        mine = (error.param or '').partition('[')[0]
-        if mine in names:
-            error.args = (str(error).replace(f"'{mine}'", f"'{names[mine]}'"),)
-            error.param = names[mine] + error.param[len(mine):]
+    except (RequestError, ApiError) as error:
+        api = isinstance(error, ApiError)
+        message, param = (error.error['message'], error.error['param']) if api else (str(error), error.param)
+        for name, mine in names.items():
+            if (param or '').partition('[')[0] == name: param = mine + param[len(name):]
+            message = message.replace(f"'{name}'", f"'{mine}'")
+        message = message.replace('].function.parameters', f'].{schema}').replace('].function', ']')
+        if api: error.error |= dict(message=message, param=param)
+        else: error.args, error.param = (message,), param
         raise
 
 # %% ../../nbs/serve/03_responses.ipynb #ff24c8aa
@@ -353,7 +356,9 @@ class ResponseStore:
         raise self.unknown('response', id)
 
     def unknown(self, what, id, param=None):
-        return ApiError(404, f'there is no {what} {str(id)[:100]!r} here: it was never kept, or was forgotten since (the last {self.limit / 1e6:g} MB are kept)', param=param, code='previous_response_not_found' if param == 'previous_response_id' else 'not_found')
+        why = f'it was never kept, or was forgotten since (the last {self.limit / 1e6:g} MB are kept)'
+        code = 'previous_response_not_found' if param == 'previous_response_id' else 'not_found'
+        return ApiError(404, f'there is no {what} {str(id)[:100]!r} here: {why}', param=param, code=code)
 
 # %% ../../nbs/serve/03_responses.ipynb #6b67fc25
 def named(event: dict) -> bytes:
@@ -389,7 +394,8 @@ class ResponsesWriter(Writer):
     def document(self, status, output=(), usage=None, error=None, **more) -> dict:
         "The response as it stands"
         return dict(id=f'resp_{self.id}', object='response', created_at=self.created, status=status, model=self.model, output=list(output), error=error,
-                    incomplete_details=dict(reason='max_output_tokens') if status == 'incomplete' else None, usage=usage and usage_dict(usage), **self.echo, **more)
+                    incomplete_details=dict(reason='max_output_tokens') if status == 'incomplete' else None, usage=usage and usage_dict(usage), **self.echo,
+                    **more)
 
     def logprobs(self, entries): return chat_logprobs(entries, self.tokenizer)['content'] if entries else []
 
@@ -401,7 +407,8 @@ class ResponsesWriter(Writer):
         "A block as an item; with a status it is one that has just begun"
         begun, status = status is not None, status or ('completed' if block.complete else 'incomplete')
         item = dict(id=f'{_PREFIX[block.kind]}{self.id}{block.index:02d}', type='reasoning', status=status)
-        if block.kind == 'call': return item | dict(type='function_call', call_id=self.call_id(0, block.call), name=block.name, arguments='' if begun else block.text)
+        if block.kind == 'call':
+            return item | dict(type='function_call', call_id=self.call_id(0, block.call), name=block.name, arguments='' if begun else block.text)
         parts = [] if begun else [self.part(block, block.text, block.logprobs)]
         if block.kind == 'content': return item | dict(type='message', role='assistant', content=parts)
         hidden = dict(encrypted_content=ENCRYPTED + base64.b64encode(block.text.encode()).decode()) if self.encrypted and not begun else {}
@@ -430,14 +437,16 @@ def begin(self: ResponsesWriter, block) -> bytes:
 def more(self: ResponsesWriter, block, delta, entries) -> bytes:
     if block.kind == 'call': return self.event('function_call_arguments.delta', **self.where(block), delta=delta)
     text, part, index = self.names(block)
-    return self.event(f'{text}.delta', **self.where(block), **{index: 0}, delta=delta, **(dict(logprobs=self.logprobs(entries)) if block.kind == 'content' else {}))
+    return self.event(f'{text}.delta', **self.where(block), **{index: 0}, delta=delta,
+                      **(dict(logprobs=self.logprobs(entries)) if block.kind == 'content' else {}))
 
 @patch
 def end(self: ResponsesWriter, block) -> bytes:
     if block.kind == 'call': out = self.event('function_call_arguments.done', **self.where(block), name=block.name, arguments=block.text)
     else:
         text, part, index = self.names(block)
-        out = self.event(f'{text}.done', **self.where(block), **{index: 0}, text=block.text, **(dict(logprobs=self.logprobs(block.logprobs)) if block.kind == 'content' else {}))
+        out = self.event(f'{text}.done', **self.where(block), **{index: 0}, text=block.text,
+                         **(dict(logprobs=self.logprobs(block.logprobs)) if block.kind == 'content' else {}))
         out += self.event(f'{part}.done', **self.where(block), **{index: 0}, part=self.part(block, block.text, block.logprobs))
     return out + self.event('output_item.done', output_index=block.index, item=self.item(block))
 
@@ -470,8 +479,9 @@ def failure(self: ResponsesWriter, error) -> bytes:
     begun = b'' if self.number else self.opening(None)
     self.blocks.close(complete=False)
     code = 'server_error' if error.status >= 500 else 'rate_limit_exceeded' if error.status == 429 else 'invalid_prompt'
-    out = self.document('failed', map(self.item, self.blocks.all), error=dict(code=code, message=error.error['message'], type=error.error['type'], param=error.error['param']))
-    if self.keep: self.keep(out)
+    out = self.document('failed', map(self.item, self.blocks.all), error=dict(code=code, message=error.error['message'], type=error.error['type'],
+                                                                              param=error.error['param']))
+    if self.keep and error.status != 503: self.keep(out)                     # 503: the server stops, or nobody waited for it any more
     return begun + self.event('failed', response=out)
 
 # %% ../../nbs/serve/03_responses.ipynb #858ff012
@@ -486,9 +496,11 @@ def new_items(given, store: ResponseStore) -> list[dict]:
         if not isinstance(item, dict): raise wrong(f'input[{k}]', 'must be an object')
         if item.get('type') == 'item_reference': items.append(store.item(item.get('id'), f'input[{k}].id')); continue
         kind = item.get('type', 'message' if 'role' in item else None)
-        name = item.get('id') if isinstance(item.get('id'), str) else {'message': 'msg_', 'reasoning': 'rs_', 'function_call': 'fc_'}.get(str(kind), 'item_') + new_id()
+        name = item.get('id') if isinstance(item.get('id'), str) else {'message': 'msg_', 'reasoning': 'rs_', 'function_call': 'fc_'}.get(str(kind),
+                'item_') + new_id()
         item = dict(item, type=kind, id=name)
-        if kind == 'message' and isinstance(item.get('content'), str): item['content'] = [dict(type='output_text' if item.get('role') == 'assistant' else 'input_text', text=item['content'])]
+        if kind == 'message' and isinstance(item.get('content'), str):
+            item['content'] = [dict(type='output_text' if item.get('role') == 'assistant' else 'input_text', text=item['content'])]
         items.append(item)
     return items
 
@@ -515,31 +527,42 @@ def chat_call(body: ResponsesBody, items: list) -> ChatCall:
     choice, tools = tool_choice(body.tool_choice, function_tools(body.tools))
     verbosity = (body.text or {}).get('verbosity')
     if verbosity not in (None, 'low', 'medium', 'high'): raise wrong('text.verbosity', 'must be low, medium or high')
-    return ChatCall(conversation(items, body.instructions), sampling(body), tools, choice, body.parallel_tool_calls is not False, text_format((body.text or {}).get('format')), effort=thinking_of(body.reasoning)[0],
-                    variables=dict(verbosity=verbosity) if verbosity else {}, priority=body.priority or 0, max_seconds=body.max_seconds, stream=bool(body.stream))
+    return ChatCall(conversation(items, body.instructions), sampling(body), tools, choice, body.parallel_tool_calls is not False,
+                    text_format((body.text or {}).get('format')), effort=thinking_of(body.reasoning)[0],
+                    variables=dict(verbosity=verbosity) if verbosity else {}, priority=body.priority or 0, max_seconds=body.max_seconds,
+                    stream=bool(body.stream))
 
 def echo_of(body: ResponsesBody, engine, kept: bool) -> dict:
     "What a response repeats of its request, with what was in force where the request said nothing"
     effort, reasoning = (body.reasoning or {}).get('effort'), body.reasoning or {}
-    return dict(background=False, instructions=body.instructions, max_output_tokens=body.max_output_tokens, metadata=body.metadata or {}, parallel_tool_calls=body.parallel_tool_calls is not False,
+    return dict(background=False, instructions=body.instructions, max_output_tokens=body.max_output_tokens, metadata=body.metadata or {},
+                parallel_tool_calls=body.parallel_tool_calls is not False,
                 previous_response_id=body.previous_response_id, reasoning=dict(effort=effort, summary=reasoning.get('summary')), store=kept,
-                temperature=engine.defaults.temperature if body.temperature is None else body.temperature, text=dict(dict(format=dict(type='text')), **{k: v for k, v in (body.text or {}).items() if v is not None}),
-                tool_choice=body.tool_choice or 'auto', tools=body.tools or [], top_logprobs=body.top_logprobs or 0, top_p=engine.defaults.top_p if body.top_p is None else body.top_p,
+                temperature=engine.defaults.temperature if body.temperature is None else body.temperature,
+                text=dict(dict(format=dict(type='text')), **{k: v for k, v in (body.text or {}).items() if v is not None}),
+                tool_choice=body.tool_choice or 'auto', tools=body.tools or [], top_logprobs=body.top_logprobs or 0,
+                top_p=engine.defaults.top_p if body.top_p is None else body.top_p,
                 truncation=body.truncation or 'disabled', user=body.user)
+
+_FIELDS = dict(messages='input', max_tokens='max_output_tokens', response_format='text.format')     # theirs -> ours
+
+def said_before(body: ResponsesBody, store: ResponseStore) -> list[dict]:
+    "The whole conversation: what is kept of it, and the request's own items"
+    refuse_unsupported(body)
+    before = [] if body.previous_response_id is None else store.get(body.previous_response_id, 'previous_response_id').conversation
+    items = before + new_items(body.input, store)
+    if not items and not body.instructions: raise wrong('input', 'must hold at least one item')
+    return items
 
 def prepare(body: ResponsesBody, context) -> Job:
     "Raises ApiError or RequestError"
-    refuse_unsupported(body)
-    store, engine, include = store_of(context), context.engine, body.include or []
-    before = store.get(body.previous_response_id, 'previous_response_id').conversation if body.previous_response_id is not None else []
-    items = before + new_items(body.input, store)
-    if not items and not body.instructions: raise wrong('input', 'must hold at least one item')
-    kept = body.store is not False and store.limit > 0
+    store, engine = store_of(context), context.engine
+    items, kept = said_before(body, store), body.store is not False and store.limit > 0
     size = len(to_json(items)) if kept else 0
-    writer = ResponsesWriter(served_model(body, context), engine.tokenizer, echo=echo_of(body, engine, kept), keep=(lambda response: store.put(response, items, size)) if kept else None,
-                             summary=thinking_of(body.reasoning)[1], encrypted='reasoning.encrypted_content' in include)
-    with renaming(messages='input', max_tokens='max_output_tokens', response_format='text.format'):
-        return fitted(chat_call(body, items), engine, writer, body.truncation == 'auto')
+    writer = ResponsesWriter(served_model(body, context), engine.tokenizer, echo=echo_of(body, engine, kept), summary=thinking_of(body.reasoning)[1],
+                             keep=(lambda response: store.put(response, items, size)) if kept else None,
+                             encrypted='reasoning.encrypted_content' in (body.include or []))
+    with renaming(**_FIELDS): return fitted(chat_call(body, items), engine, writer, body.truncation == 'auto')
 
 # %% ../../nbs/serve/03_responses.ipynb #0897306f
 def retrieve(body, context):
@@ -566,9 +589,12 @@ def input_items(body, context):
 
 def cancel(body, context):
     store_of(context).get(context.path['id'])
-    raise ApiError(400, 'only responses that run in the background can be cancelled, and this server has none; to stop an answer, close its connection', code='not_cancellable')
+    raise ApiError(400, 'only responses that run in the background can be cancelled, and this server has none; to stop an answer, close its connection',
+                   code='not_cancellable')
 
-def count(body: ResponsesBody, context): return dict(object='response.input_tokens', input_tokens=len(prepare(body, context).requests[0].prompt_ids))
+def count(body: ResponsesBody, context):
+    with renaming(**_FIELDS): call = chat_call(body, said_before(body, store_of(context)))
+    return dict(object='response.input_tokens', input_tokens=len(chat_prompt(call, context.engine).ids))
 
 DIALECT = OPENAI
 ROUTES = [Route('/v1/responses', ResponsesBody, prepare),
