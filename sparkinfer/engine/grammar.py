@@ -8,7 +8,7 @@ __all__ = ['LARGEST_DEPTH', 'MOST_PARTS', 'MOST_PROPERTIES', 'MOST_RULES', 'LARG
            'lark_rules', 'gbnf_rules', 'in_bounds', 'GrammarCompiler', 'Mark', 'only', 'Rules', 'Constraint',
            'tool_grammar', 'tool_rules', 'hermes_rule', 'qwen_xml_rule', 'value_rule']
 
-# %% ../../nbs/engine/04_grammar.ipynb #345b0a9a
+# %% ../../nbs/engine/04_grammar.ipynb #5745dce1
 import bisect, json, re, threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from ..errors import RequestError, SparkinferError
 from ..ops.sampling import pack_mask
 from ..text.reasoning_tools import Markup, as_json, json_types
 
-# %% ../../nbs/engine/04_grammar.ipynb #131724a6
+# %% ../../nbs/engine/04_grammar.ipynb #4785dbdc
 class _Vocabulary:
     "What `TokenizerWrapper` asks for"
     def __init__(self, tokens, special_ids, ends, encode): self.tokens, self.special_token_ids, self.eos_token_id, self.bos_token_id, self._encode = tokens, special_ids, ends[0], None, encode
@@ -38,7 +38,7 @@ def library_tokenizer(tokenizer) -> tuple:
         special.append(ends[0])
     return LLTokenizer(TokenizerWrapper(_Vocabulary(tokens, special, ends, tokenizer.encode)), eos_token=ends), tokens, marks
 
-# %% ../../nbs/engine/04_grammar.ipynb #08e5b905
+# %% ../../nbs/engine/04_grammar.ipynb #28dab9ec
 LARGEST_DEPTH, MOST_PARTS, MOST_PROPERTIES, MOST_RULES, LARGEST_MULTIPLE = 60, 5000, 500, 500, 2000
 COMPILE_SECONDS, COMPILE_STACK = 10, 128 << 20
 FORMATS = {'date-time', 'time', 'date', 'duration', 'email', 'hostname', 'ipv4', 'ipv6', 'uuid', 'uri'}
@@ -78,7 +78,7 @@ def _check_part(part, refuse):
     listed = len(part['required']) if isinstance(part.get('required'), list) else 0
     if (number('minProperties') or 0) > listed + 1: raise refuse(f"'minProperties' {part['minProperties']} cannot be enforced: it may be one more than the number of 'required' names")
 
-# %% ../../nbs/engine/04_grammar.ipynb #cece79e5
+# %% ../../nbs/engine/04_grammar.ipynb #e00e90e3
 _SPACE = r'[\x20\x0A\x0D\x09]{1,40}'
 _JSON_OPTIONS = {'whitespace_pattern': _SPACE, 'lenient': False, 'coerce_one_of': False}
 
@@ -102,9 +102,9 @@ def gbnf_rules(text, refuse) -> str:
 RULES = {'json_object': lambda text, refuse: json_rules('{"type": "object"}', refuse), 'json_schema': json_rules, 'lark': lark_rules, 'gbnf': gbnf_rules,
          'regex': lambda text, refuse: LLMatcher.grammar_from_regex(text)}
 
-def _one_line(error): return ' '.join(str(error).split('<state>')[0].split())[:300]
+def _one_line(error): return ' '.join(re.split('<state>|<non-verbose', str(error))[0].split())[:300]
 
-# %% ../../nbs/engine/04_grammar.ipynb #30aab6c2
+# %% ../../nbs/engine/04_grammar.ipynb #103442a9
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
 _stack_size, _compilers = threading.Lock(), threading.BoundedSemaphore(2)
 
@@ -127,7 +127,7 @@ def in_bounds(function, seconds=COMPILE_SECONDS):
     if error is not None: raise error
     return value
 
-# %% ../../nbs/engine/04_grammar.ipynb #ba72c994
+# %% ../../nbs/engine/04_grammar.ipynb #1fda767a
 class GrammarCompiler:
     "Matchers for the grammars of requests. Thread-safe; costs nothing until the first grammar comes"
     def __init__(self, tokenizer, size=64): # size: compiled grammars that are kept
@@ -153,7 +153,7 @@ class GrammarCompiler:
         "A matcher has failed: the next request compiles anew"
         with self._lock: self._kept.pop(grammar, None)
 
-# %% ../../nbs/engine/04_grammar.ipynb #14498d7f
+# %% ../../nbs/engine/04_grammar.ipynb #c5ea8cfc
 @patch
 def load(self: GrammarCompiler):
     "The tokenizer as the library wants it, made when it is first needed: a quarter of a second for 250,000 tokens"
@@ -177,7 +177,7 @@ def _compile(self: GrammarCompiler, grammar):
     if matcher.is_error(): return refuse(f'the grammar cannot be used: {_one_line(matcher.get_error())}')
     mask = np.empty(self.words, np.uint32)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-    if matcher.is_error() or not mask.any(): return refuse(f'the grammar allows no text at all: {_one_line(matcher.get_error())}')
+    if matcher.is_error() or not (mask & ~self.ends).any(): return refuse(f'the grammar allows no text at all: {_one_line(matcher.get_error())}')
     return matcher
 
 @patch
@@ -187,7 +187,7 @@ def beginning_with(self: GrammarCompiler, prefix: bytes) -> list:
     last = bisect.bisect_left(self.sorted, True, lo=first, key=lambda i: not self.tokens[i].startswith(prefix))
     return self.sorted[first:last]
 
-# %% ../../nbs/engine/04_grammar.ipynb #4cc158c5
+# %% ../../nbs/engine/04_grammar.ipynb #ac92139f
 class Mark:
     "A text, given as token ids, found in a stream of bytes however it is cut"
     def __init__(self, ids, tokenizer):
@@ -207,7 +207,7 @@ class Mark:
             if matched == len(self.text): return matched, place
         return matched, -1
 
-# %% ../../nbs/engine/04_grammar.ipynb #fb86b87b
+# %% ../../nbs/engine/04_grammar.ipynb #7660a571
 NOTHING = np.empty(0, np.uint32)                                                # no mask: everything is allowed
 _WORD, _BIT = 5, 31                                                             # of a token id: its word in a mask, its bit there
 
@@ -244,7 +244,7 @@ def rules(self: GrammarCompiler, params # SamplingParams
     else: phase = 'begin' if reasoning.open else 'rules'
     return Rules(self, grammar, matcher, reasoning, self.mark(reasoning.open) if phase == 'begin' else None, self.mark(close, matcher is not None), phase, params.ignore_eos)
 
-# %% ../../nbs/engine/04_grammar.ipynb #be148456
+# %% ../../nbs/engine/04_grammar.ipynb #2209b78d
 @patch
 def mark(self: GrammarCompiler, ids: tuple, waiting=False) -> Mark | None: # waiting: with the masks of those who wait for it
     if not ids: return None
@@ -265,7 +265,7 @@ def _waiting_mask(self: GrammarCompiler, mark, matched):
     beyond = [i for i in beyond if 0 < mark.advance(matched, self.tokens[i])[1] < len(self.tokens[i])]
     return ~self.ends & ~only(beyond, self.words)
 
-# %% ../../nbs/engine/04_grammar.ipynb #a4be2945
+# %% ../../nbs/engine/04_grammar.ipynb #1e1a25f7
 class Constraint:
     "What may come next in one answer: ask `allowed` before a draw, tell `accept` the token after it"
     def __init__(self, rules: Rules):
@@ -305,7 +305,7 @@ class Constraint:
         self.rules.compiler.forget(self.rules.grammar)                          # its automaton may have grown too large: the next request begins with a new one
         raise SparkinferError(f'the answer was broken off: {why}')
 
-# %% ../../nbs/engine/04_grammar.ipynb #9349985e
+# %% ../../nbs/engine/04_grammar.ipynb #11cb87e6
 @patch
 def accept(self: Constraint, token: int):
     "The token that was drawn. Raises SparkinferError if it was not allowed"
@@ -355,7 +355,7 @@ def line_breaks(self: GrammarCompiler, most: int) -> list:
     "Ids of the tokens that are one to `most` line breaks"
     return [i for i in self.beginning_with(b'\n') if len(self.tokens[i]) <= most and not self.tokens[i].strip(b'\n')]
 
-# %% ../../nbs/engine/04_grammar.ipynb #8d15503c
+# %% ../../nbs/engine/04_grammar.ipynb #2bed09d7
 def tool_grammar(tools,          # OpenAI-shaped: {'type': 'function', 'function': {'name', 'parameters', 'strict'}}
                  choice,         # 'required', {'name': NAME} or NAME; 'auto' and 'none' have rules only for strict tools and none at all
                  parallel: bool, # more than one call
@@ -393,7 +393,7 @@ def tool_rules(source, special, refuse) -> str:
     else: rules.add('start', f'call ("\\n" call)*' if more else 'call')
     return LLMatcher.grammar_from_lark(rules.text())
 
-# %% ../../nbs/engine/04_grammar.ipynb #82c06370
+# %% ../../nbs/engine/04_grammar.ipynb #fb9b648c
 class _Lark:
     "Rules of a grammar, by name"
     def __init__(self): self.rules = {}
@@ -424,7 +424,7 @@ def qwen_xml_rule(rules, rule, name, schema, refuse):
 
 CALL_RULES = {'hermes': hermes_rule, 'qwen_xml': qwen_xml_rule}
 
-# %% ../../nbs/engine/04_grammar.ipynb #f3602a12
+# %% ../../nbs/engine/04_grammar.ipynb #d329c138
 _END = r'"\n</parameter>\n"'
 _REMARKS = {'type', 'title', 'description', 'default', 'examples', 'deprecated', 'readOnly', 'writeOnly', '$comment', 'format', 'contentEncoding', 'contentMediaType'}
 _ANY, _NO_TAG = r'/(?s:.*)/', r'~/(?s:.*)<\/(parameter|function)>(?s:.*)/'

@@ -1,0 +1,378 @@
+"""Answers that must keep to rules: whatever the model says (here its logits are random), what comes out is valid, inside batches as alone.
+
+With the real vocabulary of SmolLM2, whose tokens cut JSON in all kinds of ways, and models that are Python functions; at the end with the real model."""
+import json, random, threading, time
+import jsonschema
+import numpy as np
+import pytest
+
+from sparkinfer.engine.engine import Engine
+from sparkinfer.engine.grammar import Constraint, GrammarCompiler, tool_grammar
+from sparkinfer.engine.request import ErrorEvent, Grammar, ReasoningBudget, Request, SamplingParams
+from sparkinfer.errors import RequestError
+from sparkinfer.formats.gguf import open_gguf
+from sparkinfer.model_store import resolve
+from sparkinfer.ops.sampling import unpack_mask
+from sparkinfer.text.reasoning_tools import Markup, OutputParser
+from sparkinfer.text.tokenizer import Tokenizer
+from support import ScriptedRunner, TinyTokenizer, babble
+
+@pytest.fixture(scope='module')
+def tokenizer():
+    with open_gguf(resolve('smollm2')) as file: return Tokenizer.from_gguf(file.metadata)
+
+@pytest.fixture(scope='module')
+def compiler(tokenizer): return GrammarCompiler(tokenizer)
+
+@pytest.fixture(scope='module')
+def script(tokenizer):
+    "Random logits that depend on the whole history. Tokens that end strings and brackets are likelier, or no answer would ever end"
+    ends = np.array([any(c in tokenizer.token_bytes(i) for c in b'"}]</') for i in range(tokenizer.vocab_size)])
+    push = ends * 3.0 + np.isin(np.arange(tokenizer.vocab_size), list(tokenizer.eos_ids)) * 6
+    return lambda history: np.random.default_rng([5, *history]).standard_normal(tokenizer.vocab_size, np.float32) * 3 + push
+
+def engine_of(script, tokenizer, **kwargs):
+    runner = {k: kwargs.pop(k) for k in ('gate', 'layer_kinds', 'num_slots', 'num_pages') if k in kwargs}
+    return Engine(ScriptedRunner(script, tokenizer, **runner), tokenizer, **kwargs)
+
+def walk(compiler, params, seed, most=400):
+    "An answer drawn evenly from what is allowed, with the likelier ends: (text, 'end' or 'length')"
+    constraint, r, ids, tokenizer, wish = compiler.rules(params).start(), random.Random(seed), [], compiler.tokenizer, []
+    for _ in range(most):
+        allowed = np.flatnonzero(unpack_mask(constraint.allowed(), tokenizer.vocab_size))
+        assert len(allowed), tokenizer.decode(ids)
+        if r.random() < .1: wish = tokenizer.encode('\n</parameter>')
+        if wish and wish[0] in allowed: allowed = [wish.pop(0)]
+        elif r.random() < .4: allowed = [i for i in allowed[:4000] if tokenizer.token_bytes(i)[:1] in b'"}]<\n' or i in tokenizer.eos_ids] or allowed
+        token = int(r.choice(allowed))
+        if token in tokenizer.eos_ids: return tokenizer.decode(ids), 'end'
+        ids.append(token)
+        constraint.accept(token)
+        if constraint.finished: return tokenizer.decode(ids), 'end'
+    return tokenizer.decode(ids), 'length'
+
+SCHEMAS = {
+    'object': {'type': 'object'},
+    'flat': {'type': 'object', 'properties': {'name': {'type': 'string', 'maxLength': 12}, 'age': {'type': 'integer', 'minimum': 3, 'maximum': 150}, 'ok': {'type': ['boolean', 'null']}}, 'required': ['name', 'age', 'ok'], 'additionalProperties': False},
+    'nested': {'type': 'object', 'properties': {'a': {'type': 'object', 'properties': {'b': {'type': 'array', 'items': {'enum': ['x', 'y', 'ü"', 3, None]}, 'minItems': 1, 'maxItems': 3}}, 'required': ['b'], 'additionalProperties': False}}, 'required': ['a'], 'additionalProperties': False},
+    'list': {'type': 'array', 'prefixItems': [{'const': 'head'}, {'type': 'boolean'}], 'items': {'type': 'number', 'minimum': -1, 'exclusiveMaximum': 2.5}, 'minItems': 3, 'maxItems': 5},
+    'choice': {'anyOf': [{'type': 'object', 'properties': {'kind': {'const': 'dot'}, 'x': {'type': 'integer', 'multipleOf': 7}}, 'required': ['kind', 'x'], 'additionalProperties': False}, {'type': 'string', 'pattern': '^[a-f]{2,5}$'}]},
+    'tree': {'$defs': {'node': {'type': 'object', 'properties': {'v': {'type': 'boolean'}, 'next': {'anyOf': [{'type': 'null'}, {'$ref': '#/$defs/node'}]}}, 'required': ['v', 'next'], 'additionalProperties': False}}, '$ref': '#/$defs/node'},
+    'map': {'type': 'object', 'patternProperties': {'^n[0-9]$': {'type': 'integer'}}, 'additionalProperties': False},
+    'one of': {'oneOf': [{'type': 'integer', 'maximum': 99, 'minimum': 10}, {'type': 'boolean'}]},
+    'all of': {'allOf': [{'type': 'object', 'properties': {'a': {'type': 'string', 'minLength': 2, 'maxLength': 6}}, 'required': ['a']}, {'properties': {'b': {'format': 'date', 'type': 'string'}}, 'required': ['b']}], 'additionalProperties': True},
+}
+
+@pytest.mark.parametrize('name', SCHEMAS)
+def test_what_is_allowed_is_valid(compiler, name):
+    params, ended = SamplingParams(grammar=Grammar('json_schema', SCHEMAS[name])), 0
+    for seed in range(12):
+        text, how = walk(compiler, params, f'{name}{seed}')
+        if how == 'end':
+            jsonschema.validate(json.loads(text), SCHEMAS[name], cls=jsonschema.Draft202012Validator)
+            ended += 1
+    assert ended >= 3
+
+@pytest.mark.parametrize('layer_kinds', [('attention',), ('attention', 'delta')])
+def test_batches_with_free_neighbours(tokenizer, script, layer_kinds):
+    "Valid unless cut by length; the same tokens alone, in company and with so few pages that answers are thrown out and computed again; free answers say what they say without such neighbours"
+    names = ['flat', 'nested', 'choice', 'one of']
+    asked = [SamplingParams(temperature=1, top_k=0, top_p=1, min_p=0, seed=n, max_tokens=48, n=1 + n % 2, grammar=Grammar('json_schema', SCHEMAS[name])) for n, name in enumerate(names)]
+    free = [SamplingParams(temperature=t, seed=n, max_tokens=20) for n, t in enumerate((0, 1))]
+    prompts = [[40 + n] * (9 + 12 * n) for n in range(len(asked) + len(free))]
+    tokens = lambda answers: [a.token_ids for a in answers]
+    with engine_of(script, tokenizer, layer_kinds=layer_kinds) as engine: alone = [engine.submit(Request(p, q)).collect() for p, q in zip(prompts, asked + free)]
+    for settings in (dict(num_slots=8), dict(num_slots=4, num_pages=10, step_rows=7)):
+        with engine_of(script, tokenizer, layer_kinds=layer_kinds, **settings) as engine:
+            streams = [engine.submit(Request(p, q)) for p, q in zip(prompts, asked + free)]
+            assert [tokens(s.collect()) for s in streams] == [tokens(a) for a in alone]
+            engine.call(engine.memory.check)
+            assert engine.memory.stats()['held_pages'] == 0 and ('num_pages' not in settings or engine.work['preempted'])
+    ended = [(json.loads(a.text), name) for answers, name in zip(alone, names) for a in answers if a.reason == 'stop']
+    for value, name in ended: jsonschema.validate(value, SCHEMAS[name], cls=jsonschema.Draft202012Validator)
+    assert len(ended) >= 3 and all(a.reason in ('stop', 'length') for answers in alone for a in answers)
+
+def test_greedy_keeps_to_the_rules_too(tokenizer, script):
+    with engine_of(script, tokenizer) as engine:
+        for n in range(3):
+            answer, = engine.submit(Request([n + 1], SamplingParams(temperature=0, max_tokens=60, logprobs=1, grammar=Grammar('json_schema', SCHEMAS['flat'])))).collect()
+            if answer.reason == 'stop': jsonschema.validate(json.loads(answer.text), SCHEMAS['flat'])
+            assert any(l.top[0][0] != l.token_id for l in answer.logprobs)      # the model wanted something else, and its log-probabilities say so
+
+def test_the_end_is_allowed_exactly_where_the_rules_may_end(compiler, tokenizer):
+    ends = sorted(tokenizer.eos_ids)
+    constraint = compiler.rules(SamplingParams(grammar=Grammar('regex', 'a{2,4}'))).start()
+    for said in range(4):
+        bits = unpack_mask(constraint.allowed(), tokenizer.vocab_size)
+        assert bits[ends].all() == bits[ends].any() == (said >= 2)
+        constraint.accept(tokenizer.encode('a')[0])
+    assert constraint.finished
+    constraint = compiler.rules(SamplingParams(ignore_eos=True, grammar=Grammar('regex', 'a{2,4}'))).start()
+    for said in range(4):
+        assert not unpack_mask(constraint.allowed(), tokenizer.vocab_size)[ends].any()
+        constraint.accept(tokenizer.encode('a')[0])
+    assert constraint.finished
+
+def test_stop_strings_and_stop_ids_still_stop(tokenizer, script):
+    with engine_of(script, tokenizer) as engine:
+        ask = lambda **knobs: engine.submit(Request([3], SamplingParams(temperature=1, seed=2, max_tokens=60, grammar=Grammar('regex', '[ab]{20}'), **knobs))).collect()[0]
+        whole = ask()
+        assert (whole.reason, whole.stop, len(whole.text)) == ('stop', None, 20)
+        assert ask(stop='b').text == whole.text.split('b')[0] and ask(stop='b').stop == 'b'
+        cut = ask(stop_token_ids=[whole.token_ids[3]])
+        assert (cut.stop, cut.token_ids) == (whole.token_ids[3], whole.token_ids[:whole.token_ids.index(whole.token_ids[3])])
+
+BAD = {
+    'json_schema': ['{', '3', 'false', '{"type": "strin"}', '{"not": {}}', '{"if": {}, "then": {}}', '{"uniqueItems": true}', '{"type": "string", "pattern": "("}', '{"type": "string", "pattern": "(?=a)b"}', '{"$ref": "#/nope"}', '{"$ref": "http://x/y"}',
+                    '{"enum": []}', '{"type": "integer", "minimum": 5, "maximum": 3}', '{"type": "object", "minProperties": 2}', '{"x-guidance": {"lenient": true}, "not": {}}', '{"oneOf": [{"type": "string"}, {"maxLength": 3}]}', '{"$ref": "#"}'],
+    'regex': ['(', 'a{2,1}', '(?=a)b', r'[^\s\S]'], 'lark': ['start', 'start: nope'], 'gbnf': ['root ::= ', 'root = "a"'],
+}
+
+@pytest.mark.parametrize('kind,source', [(kind, source) for kind, sources in BAD.items() for source in sources])
+def test_what_cannot_be_enforced_is_refused(compiler, kind, source):
+    for _ in range(2):                                                          # the second time from the cache
+        with pytest.raises(RequestError) as caught: compiler.compile(Grammar(kind, source))
+        assert caught.value.param == 'response_format' and '\n' not in str(caught.value) and len(str(caught.value)) < 500
+
+def hostile():
+    chain = lambda n, link: {'$defs': {f'd{i}': link(f'#/$defs/d{i + 1}') for i in range(n)} | {f'd{n}': {'type': 'string'}}, '$ref': '#/$defs/d0'}
+    deep = {}
+    for _ in range(400): deep = {'items': deep}
+    yield 'multiples', {'multipleOf': 99991, 'type': 'integer'}
+    yield 'many properties', {'type': 'object', 'properties': {f'p{i}': {} for i in range(5000)}}
+    yield 'deep', deep
+    for n in (400, 5000):
+        yield f'references {n}', chain(n, lambda to: {'$ref': to})
+        yield f'references in objects {n}', chain(n, lambda to: {'type': 'object', 'properties': {'a': {'$ref': to}}})
+        yield f'references in choices {n}', chain(n, lambda to: {'anyOf': [{'$ref': to}, {'type': 'integer'}]})
+    yield 'choices of choices', {'allOf': [{'anyOf': [{'properties': {f'p{i}{j}': {'type': 'integer'}}} for j in range(2)]} for i in range(16)]}
+    yield 'long strings', {'type': 'string', 'minLength': 10**6, 'maxLength': 10**9}
+    yield 'long lists', {'type': 'array', 'minItems': 10**6, 'items': {'type': 'array', 'maxItems': 10**5}}
+    yield 'nested repeats', {'type': 'string', 'pattern': '^(((a{1,1000}){1,1000}){1,1000})$'}
+    yield 'an automaton that explodes', {'type': 'string', 'pattern': '^(a|b)*a(a|b){40}$'}
+    yield 'many values', {'enum': [f'value {i}' for i in range(9000)]}
+
+@pytest.mark.parametrize('name,schema', [*hostile()])
+def test_hostile_schemas_are_over_soon(compiler, name, schema):
+    "Compiled or refused, the process alive, and the first masks soon there"
+    try: grammar = Grammar('json_schema', schema)
+    except RequestError: return
+    used = time.process_time()
+    try: rules = compiler.rules(SamplingParams(grammar=grammar))
+    except RequestError: rules = None
+    assert time.process_time() - used < 8
+    if rules is None: return
+    constraint, used = rules.start(), time.process_time()
+    for token in [None, *compiler.tokenizer.encode('{"ab')]:
+        if token is not None and not unpack_mask(constraint.allowed(), compiler.tokenizer.vocab_size)[token]: break
+        if token is not None: constraint.accept(token)
+        constraint.allowed()
+    assert time.process_time() - used < 3
+
+@pytest.mark.parametrize('source', ['start: r0\n' + ''.join(f'r{i}: r{i + 1} | "a"\n' for i in range(n)) + f'r{n}: "x"' for n in (400, 9000)] + ['start: ' + '(' * 90_000 + '"a"' + ')' * 90_000])
+def test_hostile_grammars_are_over_soon(compiler, source):
+    try: compiler.rules(SamplingParams(grammar=Grammar('lark', source))).start().allowed()
+    except RequestError: pass
+
+def test_a_fault_in_a_matcher_ends_its_request_only(tokenizer, script, monkeypatch):
+    grammar, asked = Grammar('regex', '[ab]{30}'), dict(temperature=1, seed=4, max_tokens=12)
+    with engine_of(script, tokenizer) as engine: want = [engine.submit(Request([n], SamplingParams(**asked, grammar=g))).collect()[0].token_ids for n, g in ((2, grammar), (3, None))]
+    for name, at in (('allowed', 3), ('accept', 4)):
+        real, calls = getattr(Constraint, name), []
+        def broken(self, *args):
+            if getattr(self, 'rules').grammar.source == '[ab]{31}':
+                calls.append(1)
+                if len(calls) > at: raise ZeroDivisionError('in a matcher')
+            return real(self, *args)
+        monkeypatch.setattr(Constraint, name, broken)
+        with engine_of(script, tokenizer) as engine:
+            bad = engine.submit(Request([1], SamplingParams(**asked, grammar=Grammar('regex', '[ab]{31}'))))
+            good = [engine.submit(Request([n], SamplingParams(**asked, grammar=g))) for n, g in ((2, grammar), (3, None))]
+            with pytest.raises(ZeroDivisionError, match='in a matcher'): bad.collect()
+            assert [s.collect()[0].token_ids for s in good] == want
+            assert engine.health().ok and engine.health().failed == 1 and engine.memory.stats()['held_pages'] == 0
+        monkeypatch.undo()
+
+def test_rules_that_leave_no_token_end_the_request(tokenizer, script, monkeypatch):
+    monkeypatch.setattr(Constraint, 'allowed', lambda self: np.zeros(self.rules.compiler.words, np.uint32))
+    with engine_of(script, tokenizer) as engine:
+        events = list(engine.submit(Request([1], SamplingParams(grammar=Grammar('json_object')))))
+        assert isinstance(events[-1], ErrorEvent) and 'every token' in str(events[-1].error)
+
+def test_cancel_in_the_middle(tokenizer, script):
+    with engine_of(script, tokenizer, gate=lambda batch: time.sleep(.01)) as engine:
+        stream = engine.submit(Request([1], SamplingParams(temperature=1, max_tokens=300, grammar=Grammar('regex', '[ab]{400}'))))
+        next(stream); stream.cancel()
+        assert list(stream)[-1].reason == 'cancelled' and engine.health().active == 0
+
+def test_many_threads_compile_at_once(tokenizer):
+    compiler, out = GrammarCompiler(tokenizer), []
+    work = lambda n: out.append(compiler.compile(Grammar('regex', f'a{{{n % 3 + 1}}}')))
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(9)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    assert len(out) == 9 and not any(m.is_error() for m in out)
+
+
+# reasoning
+
+THINK = {'one token': ((257,), (258,)), 'bytes': (tuple(b'<think>'), tuple(b'</think>'))}
+
+def thinking_tokenizer(): return TinyTokenizer('>{', 'think>', '</', '\n\n', '>\n')
+
+@pytest.mark.parametrize('marks', THINK)
+@pytest.mark.parametrize('opened', [True, False])
+def test_reasoning_is_counted_and_cut(marks, opened):
+    "For budgets of 0, 1, 5 and none: at most that many tokens, then the mark, then what keeps to the rules. A closing mark that the model writes itself counts as well, however it is cut"
+    tokenizer = thinking_tokenizer()
+    start, close = THINK[marks]
+    text = b''.join(tokenizer.token_bytes(i) for i in close)
+    begin = b''.join(tokenizer.token_bytes(i) for i in start)
+    for budget in (0, 1, 5, None):
+        reasoning = ReasoningBudget(budget, close, opened, () if opened else start)
+        for grammar in (None, Grammar('regex', '[ab]{3}', after=close)):
+            compiler = GrammarCompiler(tokenizer)
+            for seed in range(25):
+                r, constraint, ids = random.Random(f'{seed}{budget}{marks}'), compiler.rules(SamplingParams(grammar=grammar, reasoning=reasoning)).start(), []
+                wish = [] if opened else list(start)                            # what the model wants to say: some thoughts, the mark in some spelling, more
+                wish += [r.randrange(97, 123) for _ in range(r.randrange(9))] + r.choice([list(close), tokenizer.encode(text.decode()) if text[:2] != b'<|' else list(close)]) + [97] * 9
+                for token in wish:
+                    mask = constraint.allowed()
+                    bits = unpack_mask(mask, tokenizer.vocab_size) if len(mask) else np.ones(tokenizer.vocab_size, bool)
+                    if not bits[token]: token = int(r.choice(np.flatnonzero(bits)))
+                    ids.append(token)
+                    constraint.accept(token)
+                    if constraint.finished: break
+                said = b''.join(tokenizer.token_bytes(i) for i in ids)
+                if not opened: assert said.startswith(begin); said = said[len(begin):]
+                thought, mark, rest = said.partition(text)
+                assert constraint.reasoning_tokens <= (99 if budget is None else budget) and (mark or budget is None)
+                if grammar is not None and mark: assert rest.strip(b'\n') in (b'aaa', b'aa', b'a', b'') or set(rest.strip(b'\n')) <= set(b'ab')
+                if grammar is not None and constraint.finished: assert len(rest.lstrip(b'\n')) == 3
+                if len(tokenizer.encode(thought.decode())) == len(thought): assert constraint.reasoning_tokens == len(thought)
+
+def test_an_answer_that_does_not_begin_with_reasoning(compiler, tokenizer):
+    close, begin = tuple(tokenizer.encode('</think>')), tuple(tokenizer.encode('<think>'))
+    constraint = compiler.rules(SamplingParams(grammar=Grammar('regex', 'yes', after=close), reasoning=ReasoningBudget(3, close, False, begin))).start()
+    for token in tokenizer.encode('yes'):
+        assert unpack_mask(constraint.allowed(), tokenizer.vocab_size)[token]
+        constraint.accept(token)
+    assert constraint.finished and constraint.reasoning_tokens == 0
+
+def test_no_token_reaches_over_the_mark_and_none_ends_before_it():
+    tokenizer = thinking_tokenizer()
+    close = tuple(b'</think>')
+    constraint = GrammarCompiler(tokenizer).rules(SamplingParams(grammar=Grammar('regex', r'\{[ab]\}', after=close))).start()
+    over, end = tokenizer.encode('>{')[0], 256
+    for token in b'x</think':
+        bits = unpack_mask(constraint.allowed(), tokenizer.vocab_size)
+        assert bits[token] and bits[over] and not bits[end]
+        constraint.accept(token)
+    assert not unpack_mask(constraint.allowed(), tokenizer.vocab_size)[over]
+    constraint.accept(ord('>'))
+    assert set(np.flatnonzero(unpack_mask(constraint.allowed(), tokenizer.vocab_size))) == {ord('{'), ord('\n'), tokenizer.encode('\n\n')[0]}
+
+def test_usage_through_the_engine():
+    tokenizer = thinking_tokenizer()
+    close = tuple(b'</think>')
+    with engine_of(babble(tokenizer.vocab_size), tokenizer) as engine:
+        ask = lambda **knobs: engine.submit(Request([1, 2], SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True, **knobs))).collect()[0]
+        plain, cut = ask(), ask(reasoning=ReasoningBudget(6, close))
+        assert cut.token_ids[:6] == plain.token_ids[:6] and tuple(cut.token_ids[6:14]) == close
+        assert (cut.usage.reasoning_tokens, cut.usage.completion_tokens, plain.usage.reasoning_tokens) == (6, 40, 0)
+        assert ask(reasoning=ReasoningBudget(None, close)).token_ids == plain.token_ids                  # only counted: the same answer
+        with pytest.raises(RequestError, match='reasoning'): engine.check(Request([1], SamplingParams(reasoning=ReasoningBudget(1, (99_999,)))))
+
+
+# calls of tools
+
+TOOLS = [{'type': 'function', 'function': f} for f in (
+    {'name': 'sky', 'parameters': {'type': 'object', 'properties': {'at': {'type': 'string', 'maxLength': 9}, 'days': {'type': 'integer', 'minimum': 1, 'maximum': 14}, 'unit': {'enum': ['C', 'F', 'true']}}, 'required': ['at', 'unit']}},
+    {'name': 'now', 'parameters': {'type': 'object', 'properties': {}}},
+    {'name': 'file_it', 'parameters': {'type': 'object', '$defs': {'tag': {'enum': ['red', 'blue']}, 'code': {'type': 'string', 'pattern': '^[a-f]{2,4}$'}},
+        'properties': {'tags': {'type': 'array', 'items': {'$ref': '#/$defs/tag'}, 'maxItems': 2}, 'code': {'$ref': '#/$defs/code'}, 'note': {'type': ['string', 'null']}, 'sure': {'type': 'boolean'}, 'what': {}}, 'required': ['tags', 'code', 'sure']}},
+    {'name': 'bare'})]
+
+@pytest.mark.parametrize('form', ['hermes', 'qwen_xml'])
+@pytest.mark.parametrize('choice', ['required', {'name': 'file_it'}])
+@pytest.mark.parametrize('parallel', [True, False])
+def test_required_calls_are_calls_that_keep_to_the_schema(compiler, form, choice, parallel):
+    "Random walks, read by the server's own parser"
+    markup, ended, named = Markup('<think>', '</think>', form), 0, set()
+    params = SamplingParams(grammar=tool_grammar(TOOLS, choice, parallel, markup))
+    schemas = {t['function']['name']: t['function'].get('parameters', {}) for t in TOOLS}
+    for seed in range(14):
+        text, how = walk(compiler, params, f'{form}{choice}{parallel}{seed}', most=250)
+        parser = OutputParser(markup, tools=TOOLS)
+        pieces = parser.push(text) + parser.finish(cut=how == 'length')
+        assert how == 'length' or not any(p.kind in ('content', 'reasoning') and p.text.strip() for p in pieces), text
+        calls = [c for c in parser.calls if c[2]]
+        for name, arguments, _ in calls: jsonschema.validate(json.loads(arguments), schemas[name], cls=jsonschema.Draft202012Validator)
+        if how == 'end':
+            assert parser.calls and all(c[2] for c in parser.calls) and (parallel or len(parser.calls) == 1), text
+            ended, named = ended + 1, named | {name for name, _, _ in calls}
+    assert ended >= 3 and (named == {'file_it'} if isinstance(choice, dict) else len(named) > 1)
+
+def test_tools_that_cannot_be_enforced(compiler):
+    def refusal(parameters, form, name='f'):
+        grammar = tool_grammar([{'type': 'function', 'function': {'name': name, 'parameters': parameters}}], 'required', True, Markup('', '', form))
+        with pytest.raises(RequestError) as caught: compiler.compile(grammar)
+        assert caught.value.param == 'tools'
+        return str(caught.value)
+    prop = lambda **schema: {'type': 'object', 'properties': {'p': schema}}
+    for form in ('hermes', 'qwen_xml'):
+        assert "'f'" in refusal({'type': 'array'}, form)
+        refusal(prop(type='array', uniqueItems=True), form)
+        refusal({'type': 'object', 'dependentRequired': {'a': ['b']}}, form)
+        refusal({}, form, name='<odd>')
+        refusal(prop(type='integer', multipleOf=99991), form)
+    for schema in (dict(anyOf=[{'type': 'string'}, {'type': 'integer', 'minimum': 5}]), dict(type='string', pattern='a$|b'), dict(enum=['1', 1]), dict(enum=['</parameter>']), {'type': 'string', 'not': {}}): refusal(prop(**schema), 'qwen_xml')
+
+def test_choices_of_tools():
+    markup = Markup('', '', 'hermes')
+    assert tool_grammar(TOOLS, 'none', True, markup) is None and tool_grammar(TOOLS, 'auto', True, markup) is None
+    assert tool_grammar(TOOLS, {'type': 'function', 'function': {'name': 'now'}}, True, markup) == tool_grammar(TOOLS, 'now', True, markup)
+    for tools, choice, how in ((TOOLS, 'nobody', markup), ([], 'required', markup), (TOOLS, 'required', Markup())):
+        with pytest.raises(RequestError): tool_grammar(tools, choice, True, how)
+
+def test_strict_tools_among_free_text():
+    "Text as the model likes, and calls that keep to the schema of tools that are strict; where calls begin with a token of their own"
+    class Marked(TinyTokenizer):
+        CONTROL = (*TinyTokenizer.CONTROL, '<tool_call>', '</tool_call>')
+    compiler, markup = GrammarCompiler(Marked('{"name": "', '", "arguments": ')), Markup('', '', 'hermes')
+    tools = [{'type': 'function', 'function': {**TOOLS[0]['function'], 'strict': True}}, TOOLS[1]]
+    constraint = compiler.rules(SamplingParams(grammar=tool_grammar(tools, 'auto', True, markup))).start()
+    bits = lambda: unpack_mask(constraint.allowed(), compiler.tokenizer.vocab_size)
+    said = compiler.tokenizer.encode('I look. <tool_call>\n{"name": "sky", "arguments": {"at": "Oslo", "unit": "C"}}\n</tool_call>', special=True)
+    for token in said:
+        assert bits()[token], compiler.tokenizer.decode([token], skip_special=False)
+        constraint.accept(token)
+    assert bits()[256] and bits()[ord('x')] and not constraint.finished
+    constraint = compiler.rules(SamplingParams(grammar=tool_grammar(tools, 'auto', True, markup))).start()
+    for token in compiler.tokenizer.encode('<tool_call>\n{"name": "sky", "arguments": {', special=True): constraint.accept(token)
+    assert not bits()[ord('}')] and not bits()[256]
+
+
+# the real model
+
+@pytest.fixture(scope='module')
+def smollm2():
+    llm = pytest.importorskip('sparkinfer.llm')
+    with llm.LLM.load('smollm2', context=512, progress=False) as loaded: yield loaded.engine
+
+def test_smollm2_writes_json_and_calls(smollm2):
+    schema = {'type': 'object', 'properties': {'city': {'type': 'string', 'maxLength': 20}, 'population': {'type': 'integer'}}, 'required': ['city', 'population'], 'additionalProperties': False}
+    ids = smollm2.encode_chat([dict(role='user', content='Name a city and its population.')])
+    free = SamplingParams(temperature=0, max_tokens=12)
+    with_rules = [SamplingParams(temperature=0, max_tokens=60, grammar=Grammar('json_schema', schema)), SamplingParams(temperature=0, max_tokens=120, grammar=tool_grammar(TOOLS[:1], 'required', False, Markup('', '', 'hermes')))]
+    alone = smollm2.submit(Request(ids, free)).collect()[0].token_ids
+    streams = [smollm2.submit(Request(ids, p)) for p in (free, *with_rules)]
+    said, json_answer, call_answer = (s.collect()[0] for s in streams)
+    assert said.token_ids == alone and not said.text.startswith('{')
+    assert json_answer.reason == call_answer.reason == 'stop', (json_answer.text, call_answer.text)
+    jsonschema.validate(json.loads(json_answer.text), schema)
+    parser = OutputParser(Markup('', '', 'hermes'), tools=TOOLS)
+    parser.push(call_answer.text), parser.finish()
+    (name, arguments, complete), = parser.calls
+    assert complete and name == 'sky'
+    jsonschema.validate(json.loads(arguments), TOOLS[0]['function']['parameters'])
