@@ -1,10 +1,10 @@
 """Chat templates against transformers: data/reference/chat-templates.json holds what `apply_chat_template` made of chats with reasoning, tools and switches, remade by `python tools/record_templates.py`.
 The chats stand there as clients send them: arguments as text, nulls, reasoning under either name or between tags."""
-import hashlib, json
+import hashlib, json, re
 import pytest
 from sparkinfer.errors import RequestError
 from sparkinfer.text.chat_template import ChatTemplate
-from sparkinfer.text.reasoning_tools import Markup, opened_by
+from sparkinfer.text.reasoning_tools import Markup, OutputParser, opened_by
 from sparkinfer.text.tokenizer import Tokenizer
 from templates import MARKUP, RECORD, metadata_with_markup, source
 
@@ -53,6 +53,24 @@ def test_whether_the_prompt_opens_reasoning(case, templates, tokenizer):
 
 def test_what_the_templates_say_about_their_models(templates):
     assert [Markup.from_template(templates[n].source) for n in (*STYLES, 'smollm2')] == [Markup('<think>', '</think>', 'hermes'), *[Markup('<think>', '</think>', 'qwen_xml')] * 2, Markup()]
+
+@pytest.mark.parametrize('chat', ['one call', 'calls', 'steps', 'thought last'])
+@pytest.mark.parametrize('style', STYLES)
+def test_the_parser_reads_what_the_template_writes(style, chat, templates):
+    "The turns of the assistant in a rendered prompt are what a model is trained to write; parsed, they are the messages again"
+    messages = [m for m in record['chats'][chat] if m['role'] == 'assistant']
+    text = templates[style].render(record['chats'][chat], add_generation_prompt=False, tools=record['tools'])
+    turns = re.findall(r'<\|im_start\|>assistant\n(.*?)<\|im_end\|>', text, re.S)
+    assert len(turns) == len(messages)
+    for turn, message in zip(turns, messages):
+        for size in (1, 5, len(turn)):
+            parser = OutputParser(Markup.from_template(templates[style].source), tools=record['tools'])
+            pieces = [p for i in range(0, len(turn), size) for p in parser.push(turn[i:i + size])] + parser.finish()
+            said = {kind: ''.join(p.text for p in pieces if p.kind == kind) for kind in ('reasoning', 'content')}
+            assert said['reasoning'] in (message.get('reasoning_content') or '', '') and ('<think>' not in turn or said['reasoning'] or not message.get('reasoning_content'))     # templates drop old reasoning
+            assert said['content'] == (message['content'] or '')
+            calls = [c['function'] for c in message.get('tool_calls') or ()]
+            assert [(name, json.loads(arguments), complete) for name, arguments, complete in parser.calls] == [(c['name'], json.loads(c['arguments'] or '{}') if isinstance(c['arguments'], str) else c['arguments'], True) for c in calls]
 
 @pytest.mark.parametrize('style', STYLES)
 def test_control_and_markup_from_outside_stay_text(style, templates, tokenizer):
