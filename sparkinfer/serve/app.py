@@ -11,6 +11,7 @@ __all__ = ['requests_log', 'OWN_ROUTES', 'ROUTES', 'STATUSES', 'HEAD_LIMIT', 'Se
 # %% ../../nbs/serve/07_app.ipynb #cd7f05bf
 import asyncio, errno, hmac, json, logging, socket, sys, threading, time, urllib.parse
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 import sparkinfer
@@ -21,7 +22,7 @@ from starlette.routing import compile_path
 from fastcore.basics import patch
 from ..engine.request import new_id
 from ..errors import SparkinferError
-from . import anthropic, ollama, openai, responses
+from . import anthropic, lmstudio, ollama, openai, responses, score_embed
 from .chat import Job
 from .metrics import Meter, ServerMetrics
 from .page import index
@@ -144,7 +145,7 @@ async def answer(self: Exchange):
     context = Context(state.ready(), state.settings, state.created, state.store, state, path, dict(urllib.parse.parse_qsl(self.scope['query_string'].decode('latin-1'))), self.headers)
     if route.body is not None: self.body = await read_body(HttpRequest(self.scope, self.receive), int(state.settings.body_limit_mb * 1e6), state.settings.read_seconds)
     def prepare(): return route.prepare(parse(route.body, parse_json(self.body)) if route.body is not None else None, context)
-    made = await asyncio.to_thread(prepare)
+    made = await asyncio.get_running_loop().run_in_executor(self.app.readers if route.kind == 'answer' else None, prepare)
     if not isinstance(made, Job): return await self.reply(200, to_json(made))
     await self.generate(context.engine, made)
 
@@ -232,7 +233,7 @@ OWN_ROUTES = [
     Route('/health', None, health_route, 'GET', public=True, kind='own'), Route('/metrics', None, metrics_route, 'GET', public=True, kind='own'), Route('/version', None, version_route, 'GET', public=True, kind='own'),
     Route('/openapi.json', None, openapi_route, 'GET', public=True, kind='own'), Route('/', None, index, 'GET', public=True, kind='own'),
 ]
-ROUTES = [*openai.ROUTES, *responses.ROUTES, *anthropic.ROUTES, *ollama.ROUTES, *OWN_ROUTES]
+ROUTES = [*openai.ROUTES, *responses.ROUTES, *anthropic.ROUTES, *ollama.ROUTES, *lmstudio.ROUTES, *score_embed.ROUTES, *OWN_ROUTES]
 
 # %% ../../nbs/serve/07_app.ipynb #9da344e1
 def _inlined(schema, definitions=None):
@@ -266,6 +267,7 @@ class App:
     def __init__(self, state: ServerState, routes: list = ROUTES):
         self.state, self.router, self._bell = state, Router(routes), None
         self.pulse = Pulse(state.settings.keep_alive_seconds, state.settings.send_seconds)
+        self.readers = ThreadPoolExecutor(64, 'sparkinfer-answers')             # where embeddings wait for each other; in the loop's own few threads nothing else would be prepared meanwhile
 
     def bell(self) -> Bell:
         if self._bell is None: self._bell = Bell(asyncio.get_running_loop())
