@@ -3,14 +3,12 @@ import json, time
 from contextlib import contextmanager
 import httpx, openai, pytest
 from dialects import BROKEN, SAID, engine, failing
-from sparkinfer.serve import app, lmstudio
 from sparkinfer.serve.app import ServeSettings, background_server
 from support import scripted_engine, slowly
 
 @contextmanager
 def serving(factory=None, **settings):
-    routes = [*app.ROUTES, *(r for r in lmstudio.ROUTES if r not in app.ROUTES)]
-    with background_server(factory or engine(), ServeSettings(port=0, shutdown_seconds=0.5, **settings), routes=routes) as state: yield state
+    with background_server(factory or engine(), ServeSettings(port=0, shutdown_seconds=0.5, **settings)) as state: yield state
 
 @pytest.fixture(scope='module')
 def server():

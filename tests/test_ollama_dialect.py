@@ -3,7 +3,6 @@ import json, time
 from contextlib import contextmanager
 import httpx, ollama, pytest
 from dialects import BROKEN, SAID, SCHEMA, engine, failing
-from sparkinfer.serve import app, ollama as dialect
 from sparkinfer.serve.app import ServeSettings, background_server
 from support import TEMPLATE, scripted_engine, slowly
 
@@ -12,8 +11,7 @@ TOOLS = [dict(type='function', function=dict(name='weather', description='…', 
 @contextmanager
 def serving(factory=None, **settings):
     "A live server; yields its state"
-    routes = [*app.ROUTES, *(r for r in dialect.ROUTES if r not in app.ROUTES)]
-    with background_server(factory or engine(), ServeSettings(port=0, shutdown_seconds=0.5, **settings), routes=routes) as state: yield state
+    with background_server(factory or engine(), ServeSettings(port=0, shutdown_seconds=0.5, **settings)) as state: yield state
 
 @contextmanager
 def talking(factory=None, **settings):

@@ -12,7 +12,6 @@ from sparkinfer.models.forward import SpecRunner
 from sparkinfer.models.toy_runner import ToyRunner, toy_tokenizer
 from sparkinfer.models.weights import Weights
 from sparkinfer.ops.sampling import log_softmax
-from sparkinfer.serve import app, ollama as ollama_dialect, score_embed
 from sparkinfer.serve.app import ServeSettings, background_server
 from sparkinfer.text.chat_template import ChatTemplate
 from support import TEMPLATE, TinyTokenizer
@@ -67,8 +66,7 @@ def test_embeddings_are_those_of_transformers(family):
 @pytest.fixture(scope='module')
 def server():
     def factory(report): return Engine(ToyRunner(vocab_size=260).load(max_context=400, num_slots=2), toy_tokenizer(), ChatTemplate(TEMPLATE), name='org/toy')
-    mine = [r for r in [*ollama_dialect.ROUTES, *score_embed.ROUTES] if r not in app.ROUTES]
-    with background_server(factory, ServeSettings(port=0, shutdown_seconds=0.5), routes=[*app.ROUTES, *mine]) as state: yield state
+    with background_server(factory, ServeSettings(port=0, shutdown_seconds=0.5)) as state: yield state
 
 def test_the_clients_read_the_same_vectors(server):
     with openai.OpenAI(base_url=server.url + '/v1', api_key='none') as client:
@@ -113,8 +111,7 @@ def test_a_runner_that_cannot_is_501():
         def __getattr__(self, name):
             if name == 'hidden': raise AttributeError(name)
             return getattr(self.runner, name)
-    mine = [r for r in [*ollama_dialect.ROUTES, *score_embed.ROUTES] if r not in app.ROUTES]
-    with background_server(lambda report: Engine(Blind(), toy_tokenizer()), ServeSettings(port=0, shutdown_seconds=0.5), routes=[*app.ROUTES, *mine]) as state:
+    with background_server(lambda report: Engine(Blind(), toy_tokenizer()), ServeSettings(port=0, shutdown_seconds=0.5)) as state:
         reply = httpx.post(state.url + '/v1/embeddings', json=dict(input='x'))
         assert reply.status_code == 501 and reply.json()['error']['code'] == 'embeddings_unsupported'
         with pytest.raises(ollama.ResponseError) as e: ollama.Client(state.url).embed('m', 'x')
