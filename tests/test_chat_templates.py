@@ -72,6 +72,22 @@ def test_the_parser_reads_what_the_template_writes(style, chat, templates):
             calls = [c['function'] for c in message.get('tool_calls') or ()]
             assert [(name, json.loads(arguments), complete) for name, arguments, complete in parser.calls] == [(c['name'], json.loads(c['arguments'] or '{}') if isinstance(c['arguments'], str) else c['arguments'], True) for c in calls]
 
+@pytest.mark.parametrize('chat', ['thought', 'thought last', 'one call', 'calls', 'steps'])
+@pytest.mark.parametrize('style', STYLES)
+def test_an_answer_sent_back_gives_the_same_prompt(style, chat, templates):
+    "A client sends back what the parser made of an answer. If the prompt differed by one line break from what was generated, no cache of prefixes would help a conversation"
+    template, messages = templates[style], record['chats'][chat]
+    once = template.render(messages, add_generation_prompt=False, preserve_thinking=True)
+    turns, back = iter(re.findall(r'<\|im_start\|>assistant\n(.*?)<\|im_end\|>', once, re.S)), []
+    for message in messages:
+        if message['role'] != 'assistant': back.append(message); continue
+        parser, turn = OutputParser(Markup.from_template(template.source), tools=record['tools']), next(turns)
+        pieces = parser.push(turn) + parser.finish()
+        said = {kind: ''.join(p.text for p in pieces if p.kind == kind) for kind in ('reasoning', 'content')}
+        calls = [{'id': str(i), 'type': 'function', 'function': {'name': name, 'arguments': arguments}} for i, (name, arguments, _) in enumerate(parser.calls)]
+        back.append({'role': 'assistant', 'content': said['content'] or None, 'reasoning': said['reasoning'] or None, 'tool_calls': calls or None})
+    assert template.render(back, add_generation_prompt=False, preserve_thinking=True) == once
+
 @pytest.mark.parametrize('style', STYLES)
 def test_control_and_markup_from_outside_stay_text(style, templates, tokenizer):
     "A tool's answer, a tool's description and the arguments of a call cannot end a turn or forge a result"
