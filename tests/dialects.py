@@ -10,11 +10,11 @@ from support import ScriptedRunner, TinyTokenizer, TEMPLATE, scripted_engine, th
 def call(name, **arguments): return f'<tool_call>\n{json.dumps(dict(name=name, arguments=arguments), ensure_ascii=False)}\n</tool_call>'
 
 SAID = {   # what the model says to a prompt that holds the key: a token for each byte, so that every character may be cut
-    'greet': 'Hello there!', 'family': '👩‍👩‍👧 and 歪 and é', 'letters': 'L M N O P Q R', 'nothing': '', 'ends in xy': 'some xy',
+    'greet': 'Hello there!', 'family': '👩‍👩‍👧 and 歪 and é', 'letters': 'L M N O P Q R', 'nothing': '', 'an object': '{"a": [1, "é"]}', 'ends in xy': 'some xy',
     'ponder': '<think>\nHm, two and two.\n</think>\n\nIt is 4.',
     'look outside': 'I look.\n' + call('weather', city='Pa"r\nis é', days=[1, {'a': None}]),
     'two at once': '<think>\nTwo of them.\n</think>\n\n' + call('weather', city='Oslo') + '\n' + call('clock'),
-    'speak after': call('clock') + '\nAnd that is it.'}
+    'speak after': call('clock') + '\nAnd that is it.', 'just a call': call('clock')}
 SCHEMA = dict(type='object', properties=dict(city=dict(type='string'), days=dict(type='array')))
 
 def engine(said=SAID, opens=False, **kwargs): return lambda report=None: scripted_engine(said, template=thinking_template(opens=opens), **kwargs)

@@ -20,6 +20,7 @@ class TinyTokenizer:
         self.pieces = [bytes([i]) for i in range(256)] + [c.encode() for c in spelled] + [p.encode() if isinstance(p, str) else p for p in pieces]
         self.control = {c: 256 + i for i, c in enumerate(spelled)}
         self.special_ids = frozenset(self.control[c] for c in self.CONTROL)
+        self.markup_tokens = {c: self.control[c] for c in markup}
         self.eos_ids, self.eos_id, self.bos_id, self.add_bos = frozenset([256]), 256, None, False
         self.control_starts, self.special_starts = (re.compile('|'.join(f'<(?={re.escape(c[1:])})' for c in some)) for some in (self.CONTROL, spelled))   # what ChatTemplate.encode asks for
         self.vocab_size = len(self.pieces)

@@ -14,9 +14,9 @@ def server():
 def client(server):
     with anthropic.Anthropic(base_url=server.url, api_key='none') as c: yield c
 
-def asked(text, **knobs):
+def asked(prompt, **knobs):
     extra = {k: knobs.pop(k) for k in ('temperature', 'top_p', 'top_k', 'seed') if k in knobs}       # this client has no words for them, but sends them
-    return dict(dict(dict(model='any', max_tokens=500, messages=[dict(role='user', content=text)], tools=TOOLS), **knobs), extra_body=dict(dict(temperature=0), **extra))
+    return dict(dict(dict(model='any', max_tokens=500, messages=[dict(role='user', content=prompt)], tools=TOOLS), **knobs), extra_body=dict(dict(temperature=0), **extra))
 
 def told(message):
     "A message without what differs from answer to answer"
@@ -25,9 +25,9 @@ def told(message):
     for block in out['content']: block.pop('id', None)
     return out
 
-def both(client, text, **knobs):
-    whole = client.messages.create(**asked(text, **knobs))
-    with client.messages.stream(**asked(text, **knobs)) as stream:
+def both(client, prompt, **knobs):
+    whole = client.messages.create(**asked(prompt, **knobs))
+    with client.messages.stream(**asked(prompt, **knobs)) as stream:
         final = stream.get_final_message()
     assert told(final) == told(whole)
     return whole
@@ -36,9 +36,9 @@ def both(client, text, **knobs):
 @pytest.mark.parametrize('prompt', SAID)
 def test_streamed_is_whole(client, prompt):
     whole = both(client, prompt)
-    kinds = {'ponder': ['thinking', 'text'], 'look outside': ['text', 'tool_use'], 'two at once': ['thinking', 'tool_use', 'tool_use'], 'speak after': ['tool_use', 'text']}
+    kinds = {'ponder': ['thinking', 'text'], 'look outside': ['text', 'tool_use'], 'two at once': ['thinking', 'tool_use', 'tool_use'], 'speak after': ['tool_use', 'text'], 'just a call': ['tool_use']}
     assert [b.type for b in whole.content] == kinds.get(prompt, ['text'])
-    assert whole.stop_reason == ('tool_use' if prompt in ('look outside', 'two at once', 'speak after') else 'end_turn') and whole.stop_sequence is None
+    assert whole.stop_reason == ('tool_use' if prompt in ('look outside', 'two at once', 'speak after', 'just a call') else 'end_turn') and whole.stop_sequence is None
     if prompt in ('greet', 'family', 'nothing'): assert whole.content[0].text == SAID[prompt]
 
 def test_the_blocks_hold_what_was_said(client):
@@ -195,3 +195,38 @@ def test_a_client_that_leaves_stops_the_answer_and_a_quiet_stream_pings():
         assert state.engine.health().cancelled == 1
         assert 'event: ping' in lines
         with anthropic.Anthropic(base_url=state.url, api_key='none') as c, c.messages.stream(**asked('long', max_tokens=5)) as stream: assert stream.get_final_text() == 'abcde'
+
+
+def test_models_in_this_apis_form(client):
+    "Other clients of the same path do not send `anthropic-version`, and see OpenAI's form"
+    page = client.models.list()
+    assert [m.id for m in page] == ['org/tiny'] and page.data[0].type == 'model' and page.data[0].created_at.year > 2020 and page.data[0].max_input_tokens == 4096
+    assert client.models.retrieve('org/tiny').display_name == 'org/tiny'
+    with pytest.raises(anthropic.NotFoundError): client.models.retrieve('nobody')
+
+def test_a_schema_is_kept_and_a_wrong_one_is_refused(client):
+    schema = dict(type='object', properties=dict(sky=dict(enum=['blue', 'grey'])), required=['sky'], additionalProperties=False)
+    for prompt in ('greet', 'ponder'):                                                                 # after the reasoning, not within it
+        message = both(client, prompt, output_config=dict(format=dict(type='json_schema', schema=schema)), tools=[], max_tokens=1500)
+        assert json.loads(message.content[-1].text)['sky'] in ('blue', 'grey')
+    with pytest.raises(anthropic.BadRequestError, match='the grammar cannot be used'): client.messages.create(**asked('a', output_config=dict(format=dict(type='json_schema', schema=dict(type='string', pattern='['))), tools=[]))
+
+def test_choices_of_tools(client):
+    assert [b.type for b in both(client, 'two at once', tool_choice=dict(type='auto', disable_parallel_tool_use=True)).content].count('tool_use') == 1
+    assert not any(b.type == 'tool_use' for b in both(client, 'two at once', tool_choice=dict(type='none')).content)
+    for choice in (dict(type='any'), dict(type='tool', name='clock')):
+        message = both(client, 'just a call', tool_choice=choice)
+        assert [b.name for b in message.content if b.type == 'tool_use'] == ['clock'] and message.stop_reason == 'tool_use'
+    with pytest.raises(anthropic.BadRequestError, match=r"'tools\[0\].input_schema'|tools\[0\]"): client.messages.create(**asked('a', tools=[dict(name='f', input_schema=dict(type='string'))]))
+    with pytest.raises(anthropic.BadRequestError, match=r"'tools\[0\].name'"): client.messages.create(**asked('a', tools=[dict(name='no name', input_schema=dict(type='object'))]))
+
+def test_a_budget_ends_the_thinking():
+    with serving(engine({'long': '<think>\n' + 'hm. ' * 400 + '\n</think>\n\nSo.'})) as state, anthropic.Anthropic(base_url=state.url, api_key='none') as c:
+        free = c.messages.create(**asked('long', max_tokens=3000, thinking=dict(type='adaptive')))
+        bound = both(c, 'long', max_tokens=3000, thinking=dict(type='enabled', budget_tokens=1024))
+        assert free.usage.output_tokens_details.thinking_tokens > 1500 and len(bound.content[0].thinking) <= 1024 <= bound.usage.output_tokens
+
+def test_the_effort_reaches_the_template():
+    with serving(engine(lambda prompt: prompt.partition('Effort: ')[2][:4] or 'none')) as state, anthropic.Anthropic(base_url=state.url, api_key='none') as c:
+        assert c.messages.create(**asked('a', output_config=dict(effort='high'))).content[0].text == 'high'
+        assert c.messages.create(**asked('a')).content[0].text == 'none'

@@ -15,9 +15,9 @@ def server():
 def client(server):
     with openai.OpenAI(base_url=server.url + '/v1', api_key='none') as c: yield c
 
-def asked(text, **knobs):
+def asked(prompt, **knobs):
     extra = {k: knobs.pop(k) for k in ('seed', 'stop') if k in knobs}
-    return dict(dict(model='any', input=text, temperature=0, tools=TOOLS), **knobs) | (dict(extra_body=extra) if extra else {})
+    return dict(dict(model='any', input=prompt, temperature=0, tools=TOOLS), **knobs) | (dict(extra_body=extra) if extra else {})
 
 def told(response):
     "A response without what differs from answer to answer"
@@ -54,9 +54,9 @@ def added_up(events):
     assert all(e.response.id == events[0].response.id for e in events if hasattr(e, 'response'))
     return events[-1].response
 
-def both(client, text, **knobs):
-    whole = client.responses.create(**asked(text, **knobs))
-    final = added_up(list(client.responses.create(**asked(text, **knobs), stream=True)))
+def both(client, prompt, **knobs):
+    whole = client.responses.create(**asked(prompt, **knobs))
+    final = added_up(list(client.responses.create(**asked(prompt, **knobs), stream=True)))
     assert told(final) == told(whole)
     return whole
 
@@ -64,7 +64,7 @@ def both(client, text, **knobs):
 @pytest.mark.parametrize('prompt', SAID)
 def test_streamed_is_whole(client, prompt):
     whole = both(client, prompt)
-    kinds = {'ponder': ['reasoning', 'message'], 'look outside': ['message', 'function_call'], 'two at once': ['reasoning', 'function_call', 'function_call'], 'speak after': ['function_call', 'message']}
+    kinds = {'ponder': ['reasoning', 'message'], 'look outside': ['message', 'function_call'], 'two at once': ['reasoning', 'function_call', 'function_call'], 'speak after': ['function_call', 'message'], 'just a call': ['function_call']}
     assert [i.type for i in whole.output] == kinds.get(prompt, ['message'])
     assert (whole.status, whole.incomplete_details, whole.error) == ('completed', None, None) and whole.completed_at
     if prompt in ('greet', 'family', 'nothing'): assert whole.output_text == SAID[prompt]
@@ -205,3 +205,25 @@ def test_a_client_that_leaves_stops_the_answer():
         end = time.perf_counter() + 1
         while state.engine.health().active: assert time.perf_counter() < end; time.sleep(0.005)
         assert state.engine.health().cancelled == 1 and len(state.store) == 0
+
+def test_a_schema_is_kept_and_a_wrong_one_is_refused(client):
+    schema = dict(type='object', properties=dict(sky=dict(enum=['blue', 'grey'])), required=['sky'], additionalProperties=False)
+    for prompt in ('greet', 'ponder'):                                                                 # after the reasoning, not within it
+        whole = both(client, prompt, text=dict(format=dict(type='json_schema', name='sky', schema=schema, strict=True)), tools=[], max_output_tokens=1500)
+        assert json.loads(whole.output_text)['sky'] in ('blue', 'grey')
+    assert json.loads(both(client, 'an object', text=dict(format=dict(type='json_object')), tools=[]).output_text) == {'a': [1, 'é']}
+    with pytest.raises(openai.BadRequestError) as e: client.responses.create(**asked('a', text=dict(format=dict(type='json_schema', name='x', schema=dict(type='string', pattern='['))), tools=[]))
+    assert e.value.param == 'text.format'
+
+def test_choices_of_tools(client):
+    kinds = lambda response: [i.type for i in response.output]
+    assert kinds(both(client, 'two at once', parallel_tool_calls=False)).count('function_call') == 1
+    assert 'function_call' not in kinds(both(client, 'two at once', tool_choice='none'))
+    for choice in ('required', dict(type='function', name='clock'), dict(type='allowed_tools', mode='required', tools=[dict(type='function', name='clock')])):
+        assert [i.name for i in both(client, 'just a call', tool_choice=choice).output if i.type == 'function_call'] == ['clock']
+    with pytest.raises(openai.BadRequestError, match=r"'tools\[0\].parameters'"): client.responses.create(**asked('a', tools=[dict(type='function', name='f', parameters=dict(type='string'))]))
+    with pytest.raises(openai.BadRequestError, match=r"'tools\[0\].name'"): client.responses.create(**asked('a', tools=[dict(type='function', name='no name')]))
+
+def test_effort_and_verbosity_reach_the_template():
+    with serving(engine(lambda prompt: prompt.partition('Effort: ')[2][:4] or 'none')) as state, openai.OpenAI(base_url=state.url + '/v1', api_key='none') as c:
+        assert [c.responses.create(**asked('a', **more)).output_text for more in (dict(reasoning=dict(effort='high')), {})] == ['high', 'none']
