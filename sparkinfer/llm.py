@@ -375,6 +375,7 @@ def load_engine(parts, context=None, threads=None, runner='auto', progress=None,
     Closes `parts` if it fails."""
     from contextlib import ExitStack
     from sparkinfer.engine.engine import Engine
+    from sparkinfer.engine import score_embed                                 # gives engines `score` and `embed`
     from sparkinfer.engine.model_card import ModelCard
     from sparkinfer.engine.request import EngineDefaults
     from sparkinfer.measure.speed import memory_available
