@@ -113,7 +113,7 @@ class Exchange:
         self.meter, self.job, self.body = None, None, b''
 
     def head(self, media_type: str, headers: dict) -> list:
-        more = {'content-type': media_type, 'x-request-id': self.id, **headers}
+        more = {'content-type': media_type, 'x-request-id': self.id, 'request-id': self.id, **headers}           # OpenAI's name for it and Anthropic's
         return [(name.lower().encode('latin-1'), str(value).encode('latin-1')) for name, value in more.items()]
 
     async def reply(self, status: int, body: bytes, media_type='application/json', headers={}):
@@ -124,6 +124,7 @@ class Exchange:
     async def refuse(self, error: BaseException):
         log_unexpected(error)
         e = error_of(error)
+        e.headers = {'request-id': self.id} | e.headers                        # some dialects repeat it in the body
         if self.status is None: await self.reply(e.status, to_json(self.dialect.error(e)), headers=e.headers)
 
     async def run(self):
