@@ -75,7 +75,7 @@ def greedy(logits, vocabulary, found, tokens, positions, log, log_stride, rows=1
     best_of_parts.launch(rows * BLOCKS, 256, logits, found, vocabulary, stream=stream, dependent=dependent)
     best_of_all.launch(rows, BLOCKS, found, tokens, positions, log, log_stride, stream=stream, dependent=dependent)
 
-# %% ../../nbs/cuda/06_sampling.ipynb #7420d0ff
+# %% ../../nbs/cuda/06_sampling.ipynb #a54b99a8
 DRAW_BYTES, ENTRY_BYTES, BINS = 64, 16, 1024
 MASS = np.float32(2.0 ** 40)
 
@@ -110,7 +110,7 @@ def needs(specs):
     penalised = any(s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or len(s.bias_ids) for s in specs)
     return penalised, any(not is_greedy(s) and (s.top_k > 0 or s.top_p < 1) for s in specs)
 
-# %% ../../nbs/cuda/06_sampling.ipynb #ead259de
+# %% ../../nbs/cuda/06_sampling.ipynb #84896795
 def _penalise(logits, draws, entries, vocabulary):
     launch_dependents()
     wait_for_previous()
@@ -184,7 +184,7 @@ def _weigh(logits, draws, found, masses, counts, vocabulary, parts):
 
 weigh_kernel = Kernel(_weigh, *[types.int64] * 5, types.int32, types.int32, name='weigh')      # (logits, draws, found, masses (rows, 1024) int64, counts (rows, 1024); vocabulary, parts of found), 128 blocks of 256 threads a row
 
-# %% ../../nbs/cuda/06_sampling.ipynb #b831df8b
+# %% ../../nbs/cuda/06_sampling.ipynb #676c4e4d
 @cuda.jit(device=True)
 def mix(x):
     "`ops.sampling.mix64`"
@@ -253,7 +253,7 @@ def last_bin(masses, counts, top_k, top_p, sums_mass, sums_count, where):
     cuda.syncthreads()                                                               # everybody has read it
     return found
 
-# %% ../../nbs/cuda/06_sampling.ipynb #153c7a60
+# %% ../../nbs/cuda/06_sampling.ipynb #4d0e3f57
 TILE = 2048         # tokens of a block that may enter the list at a time
 
 def _gather(logits, draws, found, masses, counts, listed, length, vocabulary, parts):
@@ -296,7 +296,7 @@ def _gather(logits, draws, found, masses, counts, listed, length, vocabulary, pa
 
 gather_kernel = Kernel(_gather, *[types.int64] * 7, types.int32, types.int32, name='gather')       # (logits, draws, found, masses, counts, listed (rows, vocabulary) int32, length (rows); vocabulary, parts), 128 blocks of 256 threads a row
 
-# %% ../../nbs/cuda/06_sampling.ipynb #19478b6a
+# %% ../../nbs/cuda/06_sampling.ipynb #8aa5577a
 @cuda.jit(device=True)
 def place_of(value, token):
     "Smaller comes first: falling value (−0 is 0), then rising id"
@@ -373,10 +373,11 @@ def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners,
                 score += noise_of(uniform_of(key, number))
                 if token < 0 or score > top or score == top and number < token: top, token = score, np.int32(number)
         token = winner_of_block(top, token, scores, tokens)
-    elif fit and thread == 0:
-        for i in range(parts):                                                       # of equals the lowest
-            number = np.int32(load_u32(found + 8 * (parts * row + i) + 4))
-            if load_u32(found + 8 * (parts * row + i)) == word and (token < 0 or number < token): token = number
+    elif fit and thread < 32:                                                        # of equals the lowest
+        lowest = np.uint32(0xffffffff)
+        for i in range(thread, parts, 32):
+            if load_u32(found + 8 * (parts * row + i)) == word: lowest = min(lowest, load_u32(found + 8 * (parts * row + i) + 4))
+        token = np.int32(warp_min_word(lowest))
     if thread == 0:
         if not fit: token = np.int32(-1) if word >= np.uint32(0xff800000) else np.int32(-2)
         store_u32(drawn + 4 * row, np.uint32(token))

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'SYNTHETIC', 'in_floats', 'tiny', 'feed', 'worst', 'check_references', 'poisoned', 'check_memory',
-           'check_company', 'check_faults', 'check_draws', 'check_ahead', 'synthetic', 'check_shape_of', 'time_decode',
-           'noise_weights', 'step_bytes', 'kernel_table', 'bench', 'checks', 'run_check', 'main', 'small_hybrid',
-           'simulate']
+           'check_company', 'check_faults', 'check_draws', 'check_ahead', 'check_ties', 'synthetic', 'check_shape_of',
+           'time_decode', 'noise_weights', 'step_bytes', 'kernel_table', 'bench', 'checks', 'run_check', 'main',
+           'small_hybrid', 'simulate']
 
 # %% ../../nbs/models/05_cuda_check.ipynb #18220cfc
 import argparse, json, math, sys, tempfile, time
@@ -160,7 +160,7 @@ def check_faults(weights, ids):
     assert isinstance(drawn.errors[0], SamplingError) and drawn.tokens[2] == done.tokens[1] and np.isfinite(drawn.logprobs[2]) and len(drawn.top[2][0]) == 2
     return 'NaN in one row of three'
 
-# %% ../../nbs/models/05_cuda_check.ipynb #fb8116ca
+# %% ../../nbs/models/05_cuda_check.ipynb #1d3e597b
 def check_draws(weights, ids, count=20, steps=3):
     "The same prompts in two halves of the slots: logits of the one, tokens drawn on the card from the other, with every kind of request"
     from sparkinfer.cuda.check import random_specs
@@ -202,6 +202,24 @@ def check_ahead(weights, ids, count=3, rounds=10, steps=100):
     assert (np.diff(free) < 0).sum() < len(free) / 2, f'free memory drifts: {free}'            # other processes may take and give meanwhile; a leak would show in every round
     runner.close()
     return f'{rounds * steps} steps of {count} sequences, the same tokens; free memory {free[-1] - free[0]:+,} bytes' if free else f'{rounds * steps} steps of {count} sequences, the same tokens'
+
+# %% ../../nbs/models/05_cuda_check.ipynb #192cb62c
+def check_ties(weights, ids, kv, count=32, steps=24):
+    "The spec's greedy answers to `count` prompts: where this runner would say another token, the two best logits of the spec must lie closer together than the runners' logits do. With keys in float32 that is nowhere"
+    runner, spec, ties, errors = CudaRunner(kv_type=kv).load(weights, max_context=144, num_slots=1), SpecRunner().load(weights, max_context=144, num_slots=1), 0, []
+    for i in range(count):
+        prompt = np.roll(ids, -7 * i)[:20 + i].astype(np.int32)
+        for r in (runner, spec): r.reset(0)
+        a, b = (feed(r, prompt)[-1] for r in (spec, runner))
+        for step in range(steps):
+            errors.append(np.abs(a - b).max())
+            if a.argmax() != b.argmax():
+                best, ties = np.sort(a)[-2:], ties + 1
+                assert kv != 'f32' and best[1] - best[0] < 2 * errors[-1], f'prompt {i}, step {step}: {b.argmax()} instead of {a.argmax()}, which leads by {best[1] - best[0]:.3g}; the logits differ by {errors[-1]:.3g}'
+            token = np.array([a.argmax()], np.int32)
+            a, b = (feed(r, token, start=len(prompt) + step)[-1] for r in (spec, runner))
+    runner.close()
+    return f'{ties} of {count * steps} tokens differ, at ties; logits by {max(errors):.1e} at most'
 
 # %% ../../nbs/models/05_cuda_check.ipynb #5e082639
 def synthetic(shape, layers, folder):
@@ -333,6 +351,7 @@ def checks(folder, families, shapes):
     found += [(f'memory of {name}, kv {kv}', lambda name=name, kv=kv: check_memory(name, folder, kv)) for name in families if name in ('llama', 'qwen3_5-r2', 'qwen3_5_moe') for kv in ('f16', 'int8')]
     found += [(f'32 of {name}', lambda name=name: check_company(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)))) for name in families if name in ('llama', 'qwen3_5_moe')]
     found += [(f'{what} of {name}', lambda name=name, check=check: check(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)))) for name in families if name in ('llama', 'qwen3_5_moe') for what, check in (('draws', check_draws), ('a step ahead', check_ahead))]
+    found += [(f'ties of {name}, kv {kv}', lambda name=name, kv=kv: check_ties(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)), kv)) for name in families if name in ('llama', 'qwen3', 'qwen3_5_moe') for kv in ('f32', 'f16')]
     found += [('a fault', lambda: check_faults(*(lambda w, r: (w, r['ids']))(*tiny('qwen3_5_moe', folder))))] if 'qwen3_5_moe' in families else []
     return found + [(f'noise: {shape}', lambda shape=shape: check_shape_of(shape, SYNTHETIC[shape])) for shape in shapes] + [(f'noise: {shape}, kv int8', lambda shape=shape: check_shape_of(shape, SYNTHETIC[shape], 'int8')) for shape in shapes if shape == 'small-qwen35']
 
