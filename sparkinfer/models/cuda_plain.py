@@ -307,7 +307,7 @@ def attention_kernel(heads, kv_heads, head_dim, gated, kv):
     return kernel(plain_attention, 10, 2, heads, kv_heads, head_dim, int(gated), kv)
 
 # %% ../../nbs/models/05_cuda_plain.ipynb #1f8118e7
-PARTS = 2 if SIMULATED else 64          # of a row of logits
+PARTS = 2 if SIMULATED else 128         # of a row of logits
 
 def plain_largest(logits, found, vocabulary):
     launch_dependents()
