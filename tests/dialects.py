@@ -20,9 +20,9 @@ SCHEMA = dict(type='object', properties=dict(city=dict(type='string'), days=dict
 def engine(said=SAID, opens=False, **kwargs): return lambda report=None: scripted_engine(said, template=thinking_template(opens=opens), **kwargs)
 
 @contextmanager
-def serving(factory=None, **settings):
+def serving(factory=None, wait_ready=True, **settings):
     "A live server; yields its state"
-    with background_server(factory or engine(), ServeSettings(port=0, shutdown_seconds=0.5, **settings)) as state: yield state
+    with background_server(factory or engine(), ServeSettings(port=0, shutdown_seconds=0.5, **settings), wait_ready) as state: yield state
 
 def requests_seen(state): return sum(state.metrics.requests.values())
 

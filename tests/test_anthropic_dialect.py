@@ -1,5 +1,5 @@
 """The real `anthropic` client against a live server on a real socket: what it adds up from a stream must be the answer that is not streamed, and what it is strict about must be right"""
-import itertools, json, time
+import itertools, json, threading, time
 import anthropic, httpx, pytest
 from dialects import BROKEN, SAID, SCHEMA, engine, failing, raw_events, requests_seen, serving
 from support import slowly
@@ -130,6 +130,7 @@ def test_the_same_conversation_has_the_same_tokens_elsewhere(client, server):
     talk = [dict(role='system', content='S'), dict(role='user', content='greet'), dict(role='assistant', content='b'), dict(role='user', content='c')]
     assert httpx.post(server.url + '/v1/chat/completions', json=dict(messages=talk, max_tokens=2)).json()['usage']['prompt_tokens'] == counted
     assert httpx.post(server.url + '/v1/responses', json=dict(input=talk[1:], instructions='S', max_output_tokens=2)).json()['usage']['input_tokens'] == counted
+    assert httpx.post(server.url + '/api/chat', json=dict(model='org/tiny', messages=talk, stream=False, options=dict(num_predict=2))).json()['prompt_eval_count'] == counted
 
 
 MISTAKES = [dict(messages=[]), dict(messages=[None]), dict(messages=['x']), dict(messages=[123]), dict(messages=[{}]), dict(messages=[dict(role=123, content='a')]), dict(messages=[dict(role='user', content=123)]), dict(messages='x'), dict(messages={}), dict(model=5),
@@ -230,3 +231,35 @@ def test_the_effort_reaches_the_template():
     with serving(engine(lambda prompt: prompt.partition('Effort: ')[2][:4] or 'none')) as state, anthropic.Anthropic(base_url=state.url, api_key='none') as c:
         assert c.messages.create(**asked('a', output_config=dict(effort='high'))).content[0].text == 'high'
         assert c.messages.create(**asked('a')).content[0].text == 'none'
+
+def test_the_name_of_a_request_is_one_everywhere(client):
+    assert client.messages.create(**asked('greet'))._request_id.startswith('req_')
+    with pytest.raises(anthropic.BadRequestError) as e: client.messages.create(**asked('a', max_tokens=0))
+    assert e.value.request_id == e.value.body['request_id'] == e.value.response.headers['x-request-id']
+
+def test_a_full_queue_and_a_model_that_loads():
+    with serving(engine({'long': 'abcdefghij' * 40}, gate=slowly(0.01), max_queue=1, max_running=1)) as state, anthropic.Anthropic(base_url=state.url, api_key='none', max_retries=0) as c:
+        with c.messages.create(**asked('long'), stream=True) as first:
+            next(iter(first))
+            with c.messages.create(**asked('long'), stream=True):
+                with pytest.raises(anthropic.RateLimitError) as e: c.messages.create(**asked('long'))
+                assert e.value.body['error']['type'] == 'rate_limit_error' and e.value.response.headers['retry-after']
+    go = threading.Event()
+    def loading(report):
+        go.wait(20)
+        return engine()(report)
+    with serving(loading, wait_ready=False) as state, anthropic.Anthropic(base_url=state.url, api_key='none', max_retries=0) as c:
+        with pytest.raises(anthropic.APIStatusError) as e: c.messages.create(**asked('greet'))
+        assert (e.value.status_code, e.value.body['error']['type']) == (503, 'overloaded_error')
+        go.set(); state.changed.wait(20)
+        assert c.messages.create(**asked('greet')).content[0].text == 'Hello there!'
+
+def test_a_request_as_coding_agents_send_it(client):
+    "Everything marked for caching, fields of later versions, a system of several blocks, words of the system in between, results before the user's words"
+    marked = dict(cache_control=dict(type='ephemeral', ttl='1h'))
+    message = client.messages.create(model='claude-x', max_tokens=300, system=[dict(type='text', text='You code.'), dict(type='text', text='Be brief.', **marked)], metadata=dict(user_id='u'),
+        tools=[dict(name='clock', description='…', input_schema={'$schema': 'http://json-schema.org/draft-07/schema#', 'type': 'object', 'properties': {}, 'additionalProperties': False}, **marked)], thinking=dict(type='adaptive'), output_config=dict(effort='medium'),
+        messages=[dict(role='user', content=[dict(type='text', text='<reminder>'), dict(type='text', text='what time?', **marked)]), dict(role='assistant', content=[dict(type='thinking', thinking='hm', signature='Eq…'), dict(type='tool_use', id='toolu_1', name='clock', input={}, **marked)]),
+                  dict(role='user', content=[dict(type='tool_result', tool_use_id='toolu_1', content=[dict(type='text', text='noon')], is_error=False, **marked), dict(type='text', text='greet me', **marked)])],
+        extra_body=dict(context_management=dict(edits=[dict(type='clear_thinking_20251015', keep='all')]), temperature=1, betas=['x']), extra_query=dict(beta='true'))
+    assert message.stop_reason in ('end_turn', 'max_tokens', 'tool_use')

@@ -161,6 +161,18 @@ def test_what_is_kept(client, server):
     with pytest.raises(openai.BadRequestError, match='background'): client.responses.cancel(second.id)
     assert client.responses.input_tokens.count(model='any', input='greet', tools=TOOLS).input_tokens == client.responses.create(**asked('greet')).usage.input_tokens
 
+def test_the_memory_is_bounded_and_guarded():
+    with serving(keep_responses_mb=0.01, api_key='k') as state, openai.OpenAI(base_url=state.url + '/v1', api_key='k') as c:
+        first, *others = [c.responses.create(model='m', input='greet ' + 'x' * 500, temperature=0) for _ in range(10)]
+        assert 2 <= len(state.store) < 10 and state.store.size <= 10_000
+        assert c.responses.retrieve(others[-1].id).output_text == 'Hello there!'
+        with pytest.raises(openai.NotFoundError, match='forgotten'): c.responses.retrieve(first.id)
+        for method, path in (('GET', ''), ('DELETE', ''), ('GET', '/input_items'), ('POST', '/cancel')): assert httpx.request(method, f'{state.url}/v1/responses/{others[-1].id}{path}').status_code == 401
+    with serving(keep_responses_mb=0) as state, openai.OpenAI(base_url=state.url + '/v1', api_key='k') as c:
+        whole = c.responses.create(model='m', input='greet', temperature=0)
+        assert whole.output_text == 'Hello there!' and whole.store is False
+        with pytest.raises(openai.NotFoundError): c.responses.create(model='m', input='a', previous_response_id=whole.id)
+
 def test_truncation():
     with serving(engine({'end': 'ok'}, max_context=512)) as state, openai.OpenAI(base_url=state.url + '/v1', api_key='none') as c:
         long = [dict(role=role, content=f'{n}' * 60) for n in range(8) for role in ('user', 'assistant')] + [dict(role='user', content='end')]
