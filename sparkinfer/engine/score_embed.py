@@ -14,7 +14,6 @@ from .engine import AGAIN, Engine
 from .request import DeadlineExceeded, EngineBusy, TokenLogprob, Usage, _check_id
 from ..errors import RequestError, SparkinferError, UnsupportedError
 from ..models.forward import Batch
-from ..ops.sampling import log_softmax
 
 # %% ../../nbs/engine/05_score_embed.ipynb #79e23f34
 ROWS = 64      # of one step at most: with a vocabulary of 150,000 their logits are 38 MB
@@ -90,13 +89,14 @@ class Score:
 
 def judge(logits, targets, top) -> list:
     "logits: float32 (rows, vocab_size), targets: the token after each row -> a TokenLogprob for each row, with the `top` likeliest"
-    entries = []
+    entries, top = [], min(top, logits.shape[1])
     for row, target in zip(logits, targets.tolist()):
-        if not np.isfinite(row.max()): raise SparkinferError('the model gave logits that are no numbers')          # NaN is the largest of any row that has one
-        logprobs = log_softmax(row)
-        best = np.argpartition(-logprobs, min(top, len(row) - 1))[:top]
-        best = best[np.lexsort((best, -logprobs[best]))]                        # of equal ones the lower id first
-        entries.append(TokenLogprob(target, float(logprobs[target]), tuple(zip(best.tolist(), logprobs[best].tolist()))))
+        high = row.max()                                                        # NaN if there is one
+        if not np.isfinite(high): raise SparkinferError('the model gave logits that are no numbers')
+        total = float(high) + float(np.log(np.exp(row - high).sum(dtype=np.float64)))
+        best = np.argpartition(-row, top - 1)[:top] if top else np.arange(0)
+        best = best[np.lexsort((best, -row[best]))]                             # of equal ones the lower id first
+        entries.append(TokenLogprob(target, float(row[target]) - total, tuple((i, float(row[i]) - total) for i in best.tolist())))
     return entries
 
 # %% ../../nbs/engine/05_score_embed.ipynb #c53927de
