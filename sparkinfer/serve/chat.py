@@ -202,8 +202,10 @@ def schema_fault(schema, place='parameters', depth=0) -> str | None:
     if not isinstance(schema, dict): return f'{place} must be a JSON schema (an object)'
     if depth > 60: return f'{place[:200]} is nested too deeply'
     kind = schema.get('type')
-    if kind is not None and not all(k in _TYPES for k in (kind if isinstance(kind, list) and kind else [kind])): return f'{place}.type must be one of {", ".join(_TYPES)}, or a list of them'
-    for name, wanted, word in (('properties', dict, 'an object'), ('required', list, 'a list'), ('enum', list, 'a list'), ('anyOf', list, 'a list'), ('oneOf', list, 'a list'), ('allOf', list, 'a list'), ('$defs', dict, 'an object')):
+    if kind is not None and not all(k in _TYPES for k in (kind if isinstance(kind, list) and kind else [kind])):
+        return f'{place}.type must be one of {", ".join(_TYPES)}, or a list of them'
+    for name in ('properties', '$defs', 'required', 'enum', 'anyOf', 'oneOf', 'allOf'):
+        wanted, word = (dict, 'an object') if name in ('properties', '$defs') else (list, 'a list')
         if not isinstance(schema.get(name), wanted | None): return f'{place}.{name} must be {word}'
     if not all(isinstance(name, str) for name in schema.get('required') or []): return f'{place}.required must hold names'
     inner = [(f'{place}.{key}.{name}', part) for key in ('properties', '$defs') for name, part in (schema.get(key) or {}).items()]
@@ -212,6 +214,7 @@ def schema_fault(schema, place='parameters', depth=0) -> str | None:
     inner += [(f'{place}.items', part) for part in (items if isinstance(items, list) else [items] if items is not None else [])]
     return next(filter(None, (schema_fault(part, where, depth + 1) for where, part in inner)), None)
 
+# %% ../../nbs/serve/01_chat.ipynb #a70b0bf9
 def check_tools(tools: list):
     "ApiError 400 for tools that cannot be offered"
     bad = lambda place, what: ApiError(400, f"'{place}' {what}", param='tools')
@@ -220,10 +223,12 @@ def check_tools(tools: list):
         function = tool.get('function') if isinstance(tool, dict) else None
         if not isinstance(tool, dict) or tool.get('type', 'function') != 'function' or not isinstance(function, dict):
             raise bad(f'tools[{k}]', 'must be {"type": "function", "function": {"name": …, "parameters": {…}}}; other kinds of tools are not supported')
-        if not isinstance(function.get('name'), str) or not _NAME.fullmatch(function['name']): raise bad(f'tools[{k}].function.name', 'must be 1 to 128 letters, digits or _ . : / -')
+        if not isinstance(function.get('name'), str) or not _NAME.fullmatch(function['name']):
+            raise bad(f'tools[{k}].function.name', 'must be 1 to 128 letters, digits or _ . : / -')
         if not isinstance(function.get('description'), str | None): raise bad(f'tools[{k}].function.description', 'must be a string')
         parameters = function.get('parameters')
-        if parameters is not None and (not isinstance(parameters, dict) or parameters.get('type', 'object') != 'object'): raise bad(f'tools[{k}].function.parameters', 'must be a JSON schema of an object')
+        if parameters is not None and (not isinstance(parameters, dict) or parameters.get('type', 'object') != 'object'):
+            raise bad(f'tools[{k}].function.parameters', 'must be a JSON schema of an object')
         if fault := schema_fault(parameters or {}): raise bad(f'tools[{k}].function', fault)
     names = [tool['function']['name'] for tool in tools]
     if len(set(names)) < len(names): raise bad('tools', f'holds two functions of the name {next(n for n in names if names.count(n) > 1)!r}')
@@ -256,7 +261,8 @@ def chat_prompt(call: ChatCall, engine) -> Prompt:
     tools, template = call.tools if call.tool_choice != 'none' else [], engine.template
     if template is None: raise RequestError('this model has no chat template: send raw text to /v1/completions', 'messages', 'no_chat_template')
     markup = Markup.from_template(template.source)
-    if tools and not markup.call_format: raise ApiError(400, "'tools': this model's chat template has no tool calls of a form that this server reads; leave the field out", param='tools', code='unsupported_parameter')
+    if tools and not markup.call_format:
+        raise ApiError(400, "'tools': this model's chat template has no tool calls of a form that this server reads; leave the field out", param='tools', code='unsupported_parameter')
     thinking = False if call.budget == 0 and call.thinking is None else call.thinking
     variables = template.switches(thinking, call.effort).variables | call.variables
     ids = [int(i) for i in engine.encode_chat(call.messages, **({'tools': tools} if tools else {}), **variables)]
@@ -266,7 +272,9 @@ def chat_prompt(call: ChatCall, engine) -> Prompt:
 def constrained(call: ChatCall, prompt: Prompt, tokenizer) -> SamplingParams:
     "The call's parameters with its grammar and its reasoning"
     grammar, markup, choice = call.format, prompt.markup, call.tool_choice
-    if prompt.tools and choice == 'auto' and grammar is not None: raise ApiError(400, 'tools and a format of the text together are not supported: leave one of them out, or set \'tool_choice\' to "none" or "required"', param='response_format', code='unsupported_parameter')
+    if prompt.tools and choice == 'auto' and grammar is not None:
+        raise ApiError(400, 'tools and a format of the text together are not supported: leave one of them out, or set \'tool_choice\' to "none" or "required"',
+                       param='response_format', code='unsupported_parameter')
     if prompt.tools: grammar = tool_grammar(prompt.tools, choice, call.parallel_tool_calls, markup) or grammar
     if not markup.think_close: return replace(call.params, grammar=grammar)
     close, open = (tuple(tokenizer.encode(text, special=True, add_bos=False)) for text in (markup.think_close, markup.think_open))

@@ -64,6 +64,7 @@ class GenerationBody(Body):
     prompt_embeds: Any = None
     input_embeds: Any = None
 
+# %% ../../nbs/serve/02_openai.ipynb #78ca6f5c
 class Message(Body):
     role: str
     content: Any = None
@@ -97,7 +98,8 @@ class CompletionBody(GenerationBody):
     best_of: int | None = None
 
 # %% ../../nbs/serve/02_openai.ipynb #8b9adfc2
-_UNSUPPORTED = {'functions': "functions, which 'tools' replaced,", 'function_call': "functions, which 'tools' replaced,", 'audio': 'audio', 'web_search_options': 'web search', 'prompt_embeds': 'prompt embeddings', 'input_embeds': 'prompt embeddings'}
+_UNSUPPORTED = {'functions': "functions, which 'tools' replaced,", 'function_call': "functions, which 'tools' replaced,", 'audio': 'audio', 'web_search_options': 'web search',
+                'prompt_embeds': 'prompt embeddings', 'input_embeds': 'prompt embeddings'}
 
 def not_yet(param, what):
     return ApiError(400, f"'{param}': {what} are not supported by this server yet; leave the field out", param=param, code='unsupported_parameter')
@@ -157,7 +159,8 @@ def _calls(calls, path):
     out = []
     for k, call in enumerate(calls):
         function, here = call.get('function') if isinstance(call, dict) else None, f'{path}[{k}].function'
-        if not isinstance(function, dict) or not isinstance(function.get('name'), str) or not isinstance(call.get('id'), str | None): raise ApiError(400, f"'{here}' must be an object with a name and arguments", param='messages')
+        if not isinstance(function, dict) or not isinstance(function.get('name'), str) or not isinstance(call.get('id'), str | None):
+            raise ApiError(400, f"'{here}' must be an object with a name and arguments", param='messages')
         arguments = function.get('arguments')
         if isinstance(arguments, str):
             try: arguments = json.loads(arguments or '{}')
@@ -166,6 +169,7 @@ def _calls(calls, path):
         out.append(dict(id=call.get('id') or f'call_{k}', type='function', function=dict(name=function['name'], arguments=arguments or {})))
     return out
 
+# %% ../../nbs/serve/02_openai.ipynb #ecf6cbd1
 def _message(m, path, names):
     "One message for the template; `names` (id → name of the calls so far) grows"
     if m.role not in _ROLES: raise ApiError(400, f"'{path}.role' must be one of {', '.join(_ROLES)}, not {m.role[:40]!r}", param='messages')
@@ -192,21 +196,23 @@ def tools_of(body) -> tuple:
     "`(tools, choice)` for a ChatCall"
     tools, choice = [] if body.tools is None else body.tools, 'auto' if body.tool_choice is None else body.tool_choice
     if isinstance(choice, str) and choice in ('auto', 'none', 'required'): return tools, choice
-    kind, bad = choice.get('type', 'function') if isinstance(choice, dict) else None, ApiError(400, "'tool_choice' must be none, auto, required or {\"type\": \"function\", \"function\": {\"name\": …}}", param='tool_choice')
+    kind = choice.get('type', 'function') if isinstance(choice, dict) else None
+    bad = ApiError(400, "'tool_choice' must be none, auto, required or {\"type\": \"function\", \"function\": {\"name\": …}}", param='tool_choice')
     name_of = lambda tool: ((f := tool.get('function')).get('name') if isinstance(tool.get('function'), dict) else tool.get('name')) if isinstance(tool, dict) else None
     if kind == 'function':
         if not isinstance(name_of(choice), str): raise bad
         return tools, dict(name=name_of(choice))
     allowed = choice.get('allowed_tools') if kind == 'allowed_tools' else None
-    if not isinstance(allowed, dict) or allowed.get('mode', 'auto') not in ('auto', 'required') or not isinstance(allowed.get('tools'), list) or not isinstance(tools, list): raise bad
+    if not isinstance(tools, list) or not isinstance(allowed, dict) or not isinstance(allowed.get('tools'), list) or allowed.get('mode', 'auto') not in ('auto', 'required'): raise bad
     names = [name_of(tool) for tool in allowed['tools']]
     return [tool for tool in tools if name_of(tool) in names], allowed.get('mode', 'auto')
 
-_SHAPES = dict(json='json_schema', json_schema='json_schema', guided_json='json_schema', regex='regex', guided_regex='regex', choice='choice', guided_choice='choice', grammar='grammar', guided_grammar='grammar', json_object='json_object')
+# %% ../../nbs/serve/02_openai.ipynb #0f303225
+_SHAPES = {'json': 'json_schema', 'json_schema': 'json_schema', 'json_object': 'json_object', 'regex': 'regex', 'choice': 'choice', 'grammar': 'grammar'}
 
 def _grammar(name, value, param):
     bad = lambda what: ApiError(400, f"'{param}' must be {what}", param=param)
-    shape = _SHAPES[name]
+    shape = _SHAPES[name.removeprefix('guided_')]
     if shape == 'json_object': return Grammar('json_object')
     if shape == 'choice':
         if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value): raise bad('a list of strings')
@@ -214,9 +220,11 @@ def _grammar(name, value, param):
     if shape == 'json_schema' and isinstance(value, str):
         try: value = json.loads(value)
         except (ValueError, RecursionError): raise bad('a JSON schema') from None
-    if not isinstance(value, dict if shape == 'json_schema' else str) or value == '': raise bad({'json_schema': 'a JSON schema (an object)', 'regex': 'a regular expression', 'grammar': 'a grammar, as text'}[shape])
+    wanted = {'json_schema': 'a JSON schema (an object)', 'regex': 'a regular expression', 'grammar': 'a grammar, as text'}[shape]
+    if not isinstance(value, dict if shape == 'json_schema' else str) or value == '': raise bad(wanted)
     return Grammar(('gbnf' if '::=' in value else 'lark') if shape == 'grammar' else shape, value)
 
+# %% ../../nbs/serve/02_openai.ipynb #c3ec8621
 def response_format(form) -> Grammar | None:
     "OpenAI's field, and llama.cpp's `schema` beside the type"
     if form is None: return None
@@ -252,11 +260,11 @@ def reasoning_of(body: ChatBody) -> dict:
     bad = lambda name, what: ApiError(400, f"'{name}' must be {what}", param=name.partition('.')[0])
     for name, value in (('reasoning', r), ('thinking', t)):
         if not isinstance(value, dict): raise bad(name, 'an object')
-    for name, value, kind, what in (('reasoning.enabled', r.get('enabled'), bool, 'true or false'), ('reasoning.exclude', r.get('exclude'), bool, 'true or false'), ('reasoning.effort', r.get('effort'), str, 'a string')):
-        if not isinstance(value, kind | None): raise bad(name, what)
+    for key, kind, what in (('enabled', bool, 'true or false'), ('exclude', bool, 'true or false'), ('effort', str, 'a string')):
+        if not isinstance(r.get(key), kind | None): raise bad(f'reasoning.{key}', what)
     if t.get('type') not in (None, 'enabled', 'disabled', 'adaptive', 'auto'): raise bad('thinking.type', 'enabled, disabled or adaptive')
-    budget = None
-    for name, value in (('reasoning.max_tokens', r.get('max_tokens')), ('thinking.budget_tokens', t.get('budget_tokens')), *((n, getattr(body, n)) for n in ('thinking_budget', 'thinking_budget_tokens', 'thinking_token_budget'))):
+    budget, names = None, ('thinking_budget', 'thinking_budget_tokens', 'thinking_token_budget')
+    for name, value in (('reasoning.max_tokens', r.get('max_tokens')), ('thinking.budget_tokens', t.get('budget_tokens')), *((n, getattr(body, n)) for n in names)):
         if value is None: continue
         if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 1 << 31: raise bad(name, 'a number of tokens: at least 0, or -1 for no limit')
         budget = None if value == -1 else value
@@ -400,7 +408,8 @@ def prepare_chat(body: ChatBody, context: Context) -> Job:
     "Raises ApiError or RequestError"
     refuse_unsupported(body)
     engine, model = context.engine, served_model(body, context)
-    writer = ChatWriter(model, engine.tokenizer, want_logprobs=bool(body.logprobs), include_usage=bool(body.stream_options and body.stream_options.include_usage), exclude=reasoning_of(body)['exclude'])
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    writer = ChatWriter(model, engine.tokenizer, want_logprobs=bool(body.logprobs), include_usage=usage, exclude=reasoning_of(body)['exclude'])
     return chat_job(chat_call(body, context.settings.max_choices), engine, writer)
 
 # %% ../../nbs/serve/02_openai.ipynb #50886315
@@ -444,6 +453,7 @@ class TokenizeBody(Body):
     with_pieces: bool = False
     return_token_strs: bool | None = None
 
+# %% ../../nbs/serve/02_openai.ipynb #ff3db0ff
 class DetokenizeBody(Body):
     tokens: list[int]
 
@@ -466,13 +476,15 @@ def tokenize(body: TokenizeBody, context: Context) -> dict:
     ids = [int(i) for i in _asked(body, engine)]
     more = dict(token_strs=[token_name(engine.tokenizer.token_bytes(i)) for i in ids]) if body.return_token_strs else {}
     room = max(engine.max_context - len(ids), 0)
-    return dict(model=engine.name, tokens=ids, count=len(ids), max_context=engine.max_context, max_model_len=engine.max_context, max_output_tokens=min(room, engine.limits.max_output or room), **more)
+    return dict(model=engine.name, tokens=ids, count=len(ids), max_context=engine.max_context, max_model_len=engine.max_context,
+                max_output_tokens=min(room, engine.limits.max_output or room), **more)
 
 def _piece(data: bytes):
     "Text, or a list of bytes where it is none"
     try: return data.decode()
     except UnicodeDecodeError: return list(data)
 
+# %% ../../nbs/serve/02_openai.ipynb #f23e96be
 def detokenize(body: DetokenizeBody, context: Context) -> dict:
     tokenizer, size = context.engine.tokenizer, context.engine.vocab_size
     for i in body.tokens:
@@ -488,11 +500,13 @@ def apply_template(body: TokenizeBody, context: Context) -> dict:
 def props(body, context: Context) -> dict:
     engine, name = context.engine, lambda i: '' if i is None else engine.tokenizer.token_bytes(i).decode('utf-8', 'replace')
     defaults = {row[0]: row[1] for row in engine.defaults.rows()}
-    return dict(default_generation_settings=dict(n_ctx=engine.max_context, params=defaults), total_slots=engine.max_running, model_path=engine.name, model_alias=engine.name, chat_template=getattr(engine.template, 'source', None) or '',
+    return dict(default_generation_settings=dict(n_ctx=engine.max_context, params=defaults), total_slots=engine.max_running, model_path=engine.name, model_alias=engine.name,
+                chat_template=getattr(engine.template, 'source', None) or '',
                 bos_token=name(engine.tokenizer.bos_id), eos_token=name(engine.tokenizer.eos_id), modalities=dict(vision=False, audio=False), build_info=f'sparkinfer-{sparkinfer.__version__}')
 
 # %% ../../nbs/serve/02_openai.ipynb #7ce0d8ba
 DIALECT = OPENAI
 ROUTES = [Route('/v1/chat/completions', ChatBody, prepare_chat), Route('/v1/completions', CompletionBody, prepare_completion),
-          *(Route(path, TokenizeBody, tokenize, kind='answer') for path in ('/v1/tokenize', '/tokenize')), *(Route(path, DetokenizeBody, detokenize, kind='answer') for path in ('/v1/detokenize', '/detokenize')),
+          *(Route(path, TokenizeBody, tokenize, kind='answer') for path in ('/v1/tokenize', '/tokenize')),
+          *(Route(path, DetokenizeBody, detokenize, kind='answer') for path in ('/v1/detokenize', '/detokenize')),
           Route('/apply-template', TokenizeBody, apply_template, kind='answer'), Route('/props', None, props, 'GET', kind='answer')]
