@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..engine.request import Grammar, SamplingParams, new_id
 from .chat import ChatCall, Job, Writer, chat_job, chat_prompt, check_tools
 from .openai import served_model
-from .protocol import ApiError, Body, Dialect, Route
+from .protocol import ApiError, Body, Dialect, Envelope, Route
 from .responses import Blocks, Conversation, named, renaming, stop_strings, wrong
 from ..text.reasoning_tools import closing as close_json
 
@@ -200,6 +200,7 @@ class MessagesWriter(Writer):
     max_tokens: int | None = None
     hidden: bool = False                                  # the text of the thinking is left out
     blocks: Blocks = field(default_factory=Blocks)
+    written: dict = field(default_factory=dict)           # of the open block: a delta around its text
     keep_alive: ClassVar[bytes] = named(dict(type='ping'))
 
     def call_id(self, choice, call): return f'toolu_{self.id}{call:02d}'
@@ -221,6 +222,10 @@ class MessagesWriter(Writer):
 
     def more(self, block, text, entries=()) -> bytes:
         if block.kind == 'reasoning' and self.hidden or not text: return b''
+        if block.index not in self.written: self.written = {block.index: Envelope(lambda text: self.delta(block, text))}
+        return self.written[block.index](text)
+
+    def delta(self, block, text) -> bytes:
         kind, name = {'content': ('text_delta', 'text'), 'reasoning': ('thinking_delta', 'thinking'), 'call': ('input_json_delta', 'partial_json')}[block.kind]
         return named(dict(type='content_block_delta', index=block.index, delta={'type': kind, name: text}))
 

@@ -23,7 +23,7 @@ from ..engine.request import Grammar, SamplingParams, new_id
 from ..errors import RequestError
 from .chat import ChatCall, Job, Writer, chat_job, chat_prompt, check_tools
 from .openai import chat_logprobs, served_model
-from .protocol import OPENAI, ApiError, Body, Route, sse, to_json
+from .protocol import OPENAI, ApiError, Body, Envelope, Route, sse, text_json, to_json
 
 # %% ../../nbs/serve/03_responses.ipynb #59892fad
 @dataclass
@@ -386,6 +386,7 @@ class ResponsesWriter(Writer):
     want_logprobs: bool = False
     blocks: Blocks = field(default_factory=Blocks)
     number: int = 0                                       # of the next event
+    written: dict = field(default_factory=dict)           # of the open block: a delta around its number and its text
 
     def event(self, kind, **more) -> bytes:
         self.number += 1
@@ -434,11 +435,21 @@ def begin(self: ResponsesWriter, block) -> bytes:
     return out + self.event(f'{part}.added', **self.where(block), **{index: 0}, part=self.part(block, ''))
 
 @patch
-def more(self: ResponsesWriter, block, delta, entries) -> bytes:
-    if block.kind == 'call': return self.event('function_call_arguments.delta', **self.where(block), delta=delta)
-    text, part, index = self.names(block)
-    return self.event(f'{text}.delta', **self.where(block), **{index: 0}, delta=delta,
-                      **(dict(logprobs=self.logprobs(entries)) if block.kind == 'content' else {}))
+def delta(self: ResponsesWriter, block, number, text, entries=()) -> bytes:
+    kind, fields = 'function_call_arguments', {}
+    if block.kind != 'call': kind, fields = self.names(block)[0], {self.names(block)[2]: 0}
+    if block.kind == 'content': fields['logprobs'] = self.logprobs(entries)
+    return named(dict(type=f'response.{kind}.delta', **self.where(block), **fields, sequence_number=number, delta=text))
+
+@patch
+def more(self: ResponsesWriter, block, text, entries) -> bytes:
+    self.number += 1
+    if entries: return self.delta(block, self.number - 1, text, entries)
+    if block.index not in self.written:                                                  # all but the number and the text is written once
+        envelope = Envelope(lambda text: self.delta(block, 0, text))
+        self.written = {block.index: (envelope.before.removesuffix(b'0,"delta":'), envelope.after)}
+    before, after = self.written[block.index]
+    return b''.join((before, b'%d,"delta":' % (self.number - 1), text_json(text).encode('utf-8', errors='replace'), after))
 
 @patch
 def end(self: ResponsesWriter, block) -> bytes:
