@@ -2,7 +2,7 @@
 import json, time
 from contextlib import contextmanager
 import httpx, openai, pytest
-from dialects import BROKEN, SAID, engine, failing
+from dialects import BROKEN, SAID, SCHEMA, engine, failing
 from sparkinfer.serve.app import ServeSettings, background_server
 from support import scripted_engine, slowly
 
@@ -26,6 +26,11 @@ def both(url, text, **knobs):
     deltas = [c['delta'] for chunk in chunks for c in chunk['choices']]
     message, add = whole['choices'][0]['message'], lambda key: ''.join(d.get(key) or '' for d in deltas)
     assert (add('content'), add('reasoning_content')) == (message['content'] or '', message.get('reasoning_content') or '')
+    calls = {}
+    for part in (c for d in deltas for c in d.get('tool_calls') or []):
+        known = calls.setdefault(part['index'], ['', ''])
+        for k, key in enumerate(('name', 'arguments')): known[k] += part['function'].get(key) or ''
+    assert list(map(tuple, calls.values())) == [(c['function']['name'], c['function']['arguments']) for c in message.get('tool_calls') or []]
     last = chunks[-1]
     assert last['choices'] == [] and last['usage']['total_tokens'] == whole['usage']['total_tokens'] and last['stats']['stop_reason'] == whole['stats']['stop_reason']
     for answer in (whole, last): assert set(answer['stats']) == NUMBERS and set(answer['model_info']) == {'arch', 'quant', 'format', 'context_length'} and answer['runtime']['supported_formats']
@@ -36,6 +41,20 @@ def test_v0_streamed_is_whole(server, prompt):
     whole = both(server.url, prompt)
     assert whole['stats']['stop_reason'] == 'eosFound' and whole['choices'][0]['finish_reason'] == 'stop'
     if prompt != 'ponder': assert whole['choices'][0]['message']['content'] == SAID[prompt]
+
+TOOLS = [dict(type='function', function=dict(name='weather', parameters=SCHEMA)), dict(type='function', function=dict(name='clock', parameters=dict(type='object', properties={})))]
+
+@pytest.mark.parametrize('prompt,names', [('look outside', ['weather']), ('two at once', ['weather', 'clock']), ('speak after', ['clock'])])
+def test_v0_tools(server, prompt, names):
+    whole = both(server.url, prompt, tools=TOOLS)
+    assert [c['function']['name'] for c in whole['choices'][0]['message']['tool_calls']] == names and whole['stats']['stop_reason'] == 'toolCalls'
+
+@pytest.mark.parametrize('prompt', ['ponder', 'two at once'])
+def test_v0_cut_anywhere(server, prompt):
+    for limit in range(1, len(SAID[prompt].encode()), 11):
+        whole = both(server.url, prompt, tools=TOOLS, max_tokens=limit)
+        assert whole['usage']['completion_tokens'] <= limit
+        if whole['choices'][0]['finish_reason'] == 'length': assert whole['stats']['stop_reason'] == 'maxPredictedTokensReached' and whole['usage']['completion_tokens'] == limit
 
 def test_v0_says_why_it_stopped(server):
     assert both(server.url, 'letters', stop=['O P Q'])['stats']['stop_reason'] == 'stopStringFound'
