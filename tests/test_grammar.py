@@ -1,10 +1,11 @@
 """Answers that must keep to rules: whatever the model says (here its logits are random), what comes out is valid, inside batches as alone.
 
 With the real vocabulary of SmolLM2, whose tokens cut JSON in all kinds of ways, and models that are Python functions; at the end with the real model."""
-import json, random, threading, time
+import json, random, re, threading, time
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from sparkinfer.engine.engine import Engine
 from sparkinfer.engine.grammar import Constraint, GrammarCompiler, tool_grammar
@@ -12,6 +13,7 @@ from sparkinfer.engine.request import ErrorEvent, Grammar, ReasoningBudget, Requ
 from sparkinfer.errors import RequestError
 from sparkinfer.formats.gguf import open_gguf
 from sparkinfer.model_store import resolve
+from sparkinfer.models.toy_runner import ToyRunner, toy_tokenizer
 from sparkinfer.ops.sampling import unpack_mask
 from sparkinfer.text.reasoning_tools import Markup, OutputParser
 from sparkinfer.text.tokenizer import Tokenizer
@@ -72,6 +74,33 @@ def test_what_is_allowed_is_valid(compiler, name):
             jsonschema.validate(json.loads(text), SCHEMAS[name], cls=jsonschema.Draft202012Validator)
             ended += 1
     assert ended >= 3
+
+def schemas():
+    "Random schemas of what is said to be enforced"
+    bounds = lambda low, high: st.tuples(st.integers(low, high), st.integers(low, high)).map(sorted)
+    plain = st.one_of(bounds(0, 6).map(lambda b: {'type': 'string', 'minLength': b[0], 'maxLength': b[1]}), bounds(-1000, 1000).map(lambda b: {'type': 'integer', 'minimum': b[0], 'maximum': b[1]}),
+        st.tuples(st.floats(-99, 99).map(lambda x: round(x, 2)), st.integers(0, 9)).map(lambda x: {'type': 'number', 'minimum': x[0], 'exclusiveMaximum': x[0] + x[1] + .5}), st.integers(1, 40).map(lambda n: {'type': 'integer', 'multipleOf': n}),
+        st.sampled_from([{'type': 'boolean'}, {'type': 'null'}, {'type': ['null', 'boolean']}, {'type': 'string', 'pattern': '^a|b{2}$'}, {'type': 'string', 'format': 'uuid'}]), st.lists(st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.none()), min_size=1, max_size=4).map(lambda v: {'enum': v}))
+    def inside(part):
+        array = st.tuples(part, bounds(0, 3)).map(lambda x: {'type': 'array', 'items': x[0], 'minItems': x[1][0], 'maxItems': x[1][1]})
+        names = st.text(st.characters(exclude_categories=['Cs']), min_size=1, max_size=4)
+        made = st.tuples(st.dictionaries(names, part, max_size=3), st.lists(st.booleans(), min_size=3, max_size=3), st.one_of(st.just(False), part)).map(
+            lambda x: {'type': 'object', 'properties': x[0], 'required': [n for n, r in zip(x[0], x[1]) if r], 'additionalProperties': x[2]})
+        return st.one_of(array, made, st.lists(part, min_size=1, max_size=2).map(lambda parts: {'anyOf': parts}))
+    return st.recursive(plain, inside, max_leaves=6)
+
+@given(schema=schemas(), seed=st.integers(0, 1 << 30))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_schema_is_kept_or_refused(compiler, schema, seed):
+    try: text, how = walk(compiler, SamplingParams(grammar=Grammar('json_schema', schema)), seed, most=120)
+    except RequestError: return
+    if how == 'end': jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+
+def test_the_toy_model_keeps_to_them_too():
+    tokenizer = toy_tokenizer()
+    with Engine(ToyRunner(vocab_size=260).load(max_context=256, num_slots=2), tokenizer) as engine:
+        texts = [engine.submit(Request([n], SamplingParams(temperature=t, seed=n, max_tokens=40, grammar=Grammar('regex', '[ab]{3}(yes|no)')))).collect()[0].text for n in range(4) for t in (0, 1)]
+    assert len(set(texts)) > 4 and all(re.fullmatch('[ab]{3}(yes|no)', text) for text in texts)
 
 @pytest.mark.parametrize('layer_kinds', [('attention',), ('attention', 'delta')])
 def test_batches_with_free_neighbours(tokenizer, script, layer_kinds):

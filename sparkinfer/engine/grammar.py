@@ -8,7 +8,7 @@ __all__ = ['LARGEST_DEPTH', 'MOST_PARTS', 'MOST_PROPERTIES', 'MOST_RULES', 'LARG
            'lark_rules', 'gbnf_rules', 'in_bounds', 'GrammarCompiler', 'Mark', 'only', 'Rules', 'Constraint',
            'tool_grammar', 'tool_rules', 'hermes_rule', 'qwen_xml_rule', 'value_rule']
 
-# %% ../../nbs/engine/04_grammar.ipynb #5745dce1
+# %% ../../nbs/engine/04_grammar.ipynb #5eca9fbc
 import bisect, json, re, threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from ..errors import RequestError, SparkinferError
 from ..ops.sampling import pack_mask
 from ..text.reasoning_tools import Markup, as_json, json_types
 
-# %% ../../nbs/engine/04_grammar.ipynb #4785dbdc
+# %% ../../nbs/engine/04_grammar.ipynb #cefbb892
 class _Vocabulary:
     "What `TokenizerWrapper` asks for"
     def __init__(self, tokens, special_ids, ends, encode): self.tokens, self.special_token_ids, self.eos_token_id, self.bos_token_id, self._encode = tokens, special_ids, ends[0], None, encode
@@ -38,7 +38,7 @@ def library_tokenizer(tokenizer) -> tuple:
         special.append(ends[0])
     return LLTokenizer(TokenizerWrapper(_Vocabulary(tokens, special, ends, tokenizer.encode)), eos_token=ends), tokens, marks
 
-# %% ../../nbs/engine/04_grammar.ipynb #28dab9ec
+# %% ../../nbs/engine/04_grammar.ipynb #63ea8b82
 LARGEST_DEPTH, MOST_PARTS, MOST_PROPERTIES, MOST_RULES, LARGEST_MULTIPLE = 60, 5000, 500, 500, 2000
 COMPILE_SECONDS, COMPILE_STACK = 10, 128 << 20
 FORMATS = {'date-time', 'time', 'date', 'duration', 'email', 'hostname', 'ipv4', 'ipv6', 'uuid', 'uri'}
@@ -78,7 +78,7 @@ def _check_part(part, refuse):
     listed = len(part['required']) if isinstance(part.get('required'), list) else 0
     if (number('minProperties') or 0) > listed + 1: raise refuse(f"'minProperties' {part['minProperties']} cannot be enforced: it may be one more than the number of 'required' names")
 
-# %% ../../nbs/engine/04_grammar.ipynb #e00e90e3
+# %% ../../nbs/engine/04_grammar.ipynb #e5d9e4b8
 _SPACE = r'[\x20\x0A\x0D\x09]{1,40}'
 _JSON_OPTIONS = {'whitespace_pattern': _SPACE, 'lenient': False, 'coerce_one_of': False}
 
@@ -86,7 +86,8 @@ def json_rules(text, refuse) -> str:
     "A JSON schema, as text → the library's notation"
     try: schema = json.loads(text)
     except (ValueError, RecursionError) as error: raise refuse(f'the schema is not JSON: {error}') from None
-    return LLMatcher.grammar_from_json_schema(checked_schema(schema, refuse), overrides=_JSON_OPTIONS)
+    try: return LLMatcher.grammar_from_json_schema(checked_schema(schema, refuse), overrides=_JSON_OPTIONS)
+    except ValueError as error: raise refuse(f'the schema cannot be used: {_one_line(error)}') from None           # a number of more than 64 bits
 
 def lark_rules(text, refuse) -> str:
     if text.count('\n') >= MOST_RULES: raise refuse(f'a grammar may have {MOST_RULES} lines')
@@ -104,7 +105,7 @@ RULES = {'json_object': lambda text, refuse: json_rules('{"type": "object"}', re
 
 def _one_line(error): return ' '.join(re.split('<state>|<non-verbose', str(error))[0].split())[:300]
 
-# %% ../../nbs/engine/04_grammar.ipynb #103442a9
+# %% ../../nbs/engine/04_grammar.ipynb #aa5cb6d3
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
 _stack_size, _compilers = threading.Lock(), threading.BoundedSemaphore(2)
 
@@ -127,7 +128,7 @@ def in_bounds(function, seconds=COMPILE_SECONDS):
     if error is not None: raise error
     return value
 
-# %% ../../nbs/engine/04_grammar.ipynb #1fda767a
+# %% ../../nbs/engine/04_grammar.ipynb #44f00479
 class GrammarCompiler:
     "Matchers for the grammars of requests. Thread-safe; costs nothing until the first grammar comes"
     def __init__(self, tokenizer, size=64): # size: compiled grammars that are kept
@@ -153,15 +154,17 @@ class GrammarCompiler:
         "A matcher has failed: the next request compiles anew"
         with self._lock: self._kept.pop(grammar, None)
 
-# %% ../../nbs/engine/04_grammar.ipynb #c5ea8cfc
+# %% ../../nbs/engine/04_grammar.ipynb #4aae48d3
 @patch
 def load(self: GrammarCompiler):
-    "The tokenizer as the library wants it, made when it is first needed: a quarter of a second for 250,000 tokens"
+    "The tokenizer as the library wants it, made when it is first needed: a second for 250,000 tokens"
     with self._lock:
         if self._library is None:
             library, self.tokens, self.special = library_tokenizer(self.tokenizer)
             self.words = -(-library.vocab_size // 32)
             self.ends = pack_mask(np.isin(np.arange(32 * self.words), list(self.tokenizer.eos_ids)))
+            self.bytes = {token[0] for token in self.tokens if len(token) == 1}  # some vocabularies lack the rarest
+            self.real = pack_mask(np.arange(32 * self.words) < self.tokenizer.vocab_size)
             self.sorted = sorted(range(len(self.tokens)), key=self.tokens.__getitem__)
             self._library = library
     return self._library
@@ -175,6 +178,9 @@ def _compile(self: GrammarCompiler, grammar):
     except RequestError as error: return error
     matcher = LLMatcher(library, rules, log_level=0, limits=_LIMITS)
     if matcher.is_error(): return refuse(f'the grammar cannot be used: {_one_line(matcher.get_error())}')
+    spelled = json.dumps(json.loads(grammar.source), ensure_ascii=False) if grammar.kind in ('json_schema', 'tools') else grammar.source
+    if lacking := next((c for c in spelled if c > '\x7f' and not self.bytes.issuperset(c.encode('utf-8', 'replace'))), None):
+        return refuse(f'the grammar holds the character {lacking!r}, which no tokens of this model can spell')       # the library would allow a token and then not take it
     mask = np.empty(self.words, np.uint32)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if matcher.is_error() or not (mask & ~self.ends).any(): return refuse(f'the grammar allows no text at all: {_one_line(matcher.get_error())}')
@@ -187,7 +193,7 @@ def beginning_with(self: GrammarCompiler, prefix: bytes) -> list:
     last = bisect.bisect_left(self.sorted, True, lo=first, key=lambda i: not self.tokens[i].startswith(prefix))
     return self.sorted[first:last]
 
-# %% ../../nbs/engine/04_grammar.ipynb #ac92139f
+# %% ../../nbs/engine/04_grammar.ipynb #2a4f1ffe
 class Mark:
     "A text, given as token ids, found in a stream of bytes however it is cut"
     def __init__(self, ids, tokenizer):
@@ -207,7 +213,7 @@ class Mark:
             if matched == len(self.text): return matched, place
         return matched, -1
 
-# %% ../../nbs/engine/04_grammar.ipynb #7660a571
+# %% ../../nbs/engine/04_grammar.ipynb #f718f541
 NOTHING = np.empty(0, np.uint32)                                                # no mask: everything is allowed
 _WORD, _BIT = 5, 31                                                             # of a token id: its word in a mask, its bit there
 
@@ -244,7 +250,7 @@ def rules(self: GrammarCompiler, params # SamplingParams
     else: phase = 'begin' if reasoning.open else 'rules'
     return Rules(self, grammar, matcher, reasoning, self.mark(reasoning.open) if phase == 'begin' else None, self.mark(close, matcher is not None), phase, params.ignore_eos)
 
-# %% ../../nbs/engine/04_grammar.ipynb #2209b78d
+# %% ../../nbs/engine/04_grammar.ipynb #206b5f52
 @patch
 def mark(self: GrammarCompiler, ids: tuple, waiting=False) -> Mark | None: # waiting: with the masks of those who wait for it
     if not ids: return None
@@ -265,7 +271,7 @@ def _waiting_mask(self: GrammarCompiler, mark, matched):
     beyond = [i for i in beyond if 0 < mark.advance(matched, self.tokens[i])[1] < len(self.tokens[i])]
     return ~self.ends & ~only(beyond, self.words)
 
-# %% ../../nbs/engine/04_grammar.ipynb #1e1a25f7
+# %% ../../nbs/engine/04_grammar.ipynb #04f08533
 class Constraint:
     "What may come next in one answer: ask `allowed` before a draw, tell `accept` the token after it"
     def __init__(self, rules: Rules):
@@ -298,6 +304,7 @@ class Constraint:
         ends, mask = self.rules.compiler.ends, np.empty(self.rules.compiler.words, np.uint32)
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self.matcher.is_error(): self._broken('its grammar cannot be followed any further: ' + _one_line(self.matcher.get_error()))
+        if not self.rules.compiler.tokenizer.eos_ids: mask &= self.rules.compiler.real          # without the end that only the library knows
         if self.rules.ignore_end and (mask & ~ends).any(): mask &= ~ends
         return mask
 
@@ -305,7 +312,7 @@ class Constraint:
         self.rules.compiler.forget(self.rules.grammar)                          # its automaton may have grown too large: the next request begins with a new one
         raise SparkinferError(f'the answer was broken off: {why}')
 
-# %% ../../nbs/engine/04_grammar.ipynb #11cb87e6
+# %% ../../nbs/engine/04_grammar.ipynb #11c46ab4
 @patch
 def accept(self: Constraint, token: int):
     "The token that was drawn. Raises SparkinferError if it was not allowed"
@@ -347,7 +354,7 @@ def _follow(self: Constraint, token, data):
         self.gap -= len(data)
         return
     self.gap = 0
-    if not self.matcher.consume_token(token): self._broken(f'token {token} was drawn, which its grammar does not allow')
+    if not self.matcher.consume_token(token): self._broken(f'token {token} was drawn, which its grammar does not allow: {_one_line(self.matcher.get_error())}')
     self.finished = self.matcher.is_stopped()
 
 @patch
@@ -355,7 +362,7 @@ def line_breaks(self: GrammarCompiler, most: int) -> list:
     "Ids of the tokens that are one to `most` line breaks"
     return [i for i in self.beginning_with(b'\n') if len(self.tokens[i]) <= most and not self.tokens[i].strip(b'\n')]
 
-# %% ../../nbs/engine/04_grammar.ipynb #2bed09d7
+# %% ../../nbs/engine/04_grammar.ipynb #0f6d49b5
 def tool_grammar(tools,          # OpenAI-shaped: {'type': 'function', 'function': {'name', 'parameters', 'strict'}}
                  choice,         # 'required', {'name': NAME} or NAME; 'auto' and 'none' have rules only for strict tools and none at all
                  parallel: bool, # more than one call
@@ -393,7 +400,7 @@ def tool_rules(source, special, refuse) -> str:
     else: rules.add('start', f'call ("\\n" call)*' if more else 'call')
     return LLMatcher.grammar_from_lark(rules.text())
 
-# %% ../../nbs/engine/04_grammar.ipynb #fb9b648c
+# %% ../../nbs/engine/04_grammar.ipynb #03faf9f3
 class _Lark:
     "Rules of a grammar, by name"
     def __init__(self): self.rules = {}
@@ -424,7 +431,7 @@ def qwen_xml_rule(rules, rule, name, schema, refuse):
 
 CALL_RULES = {'hermes': hermes_rule, 'qwen_xml': qwen_xml_rule}
 
-# %% ../../nbs/engine/04_grammar.ipynb #d329c138
+# %% ../../nbs/engine/04_grammar.ipynb #227a54a1
 _END = r'"\n</parameter>\n"'
 _REMARKS = {'type', 'title', 'description', 'default', 'examples', 'deprecated', 'readOnly', 'writeOnly', '$comment', 'format', 'contentEncoding', 'contentMediaType'}
 _ANY, _NO_TAG = r'/(?s:.*)/', r'~/(?s:.*)<\/(parameter|function)>(?s:.*)/'
