@@ -17,7 +17,7 @@ from numba import cuda
 from numba.cuda import types
 from .graphs import Kernel
 from .moe_routing import ordered, unordered
-from .ptx import (add_i64, add_u32, as_word, bits_xor, count_up, exp2, launch_dependents, load_f32, load_f64, load_i64, load_u32, product, store_f32, store_i64, store_u32,
+from .ptx import (SIMULATED, add_i64, add_u32, as_word, bits_xor, count_up, exp2, launch_dependents, load_f32, load_f64, load_i64, load_u32, product, store_f32, store_i64, store_u32,
                                  wait_for_previous, warp_max_word, warp_min_word)
 from ..ops.sampling import GOLDEN, GREEDY_BELOW, is_greedy, noise_key
 
@@ -77,6 +77,7 @@ def greedy(logits, vocabulary, found, tokens, positions, log, log_stride, rows=1
 
 # %% ../../nbs/cuda/06_sampling.ipynb #a54b99a8
 DRAW_BYTES, ENTRY_BYTES, BINS = 64, 16, 1024
+DRAW_BLOCKS = 2 if SIMULATED else 128       # for each row of logits
 MASS = np.float32(2.0 ** 40)
 
 def draw_records(specs):
@@ -163,7 +164,7 @@ def _weigh(logits, draws, found, masses, counts, vocabulary, parts):
     words = cuda.shared.array(1, np.uint32)
     mass = cuda.shared.array(BINS, np.int64)
     count = cuda.shared.array(BINS, np.int32)
-    row, part = np.int64(cuda.blockIdx.x) // BLOCKS, np.int64(cuda.blockIdx.x) % BLOCKS
+    row, part = np.int64(cuda.blockIdx.x) // DRAW_BLOCKS, np.int64(cuda.blockIdx.x) % DRAW_BLOCKS
     wait_for_previous()
     record = draws + DRAW_BYTES * row
     word = largest_word(found + 8 * parts * row, parts, words)
@@ -171,7 +172,7 @@ def _weigh(logits, draws, found, masses, counts, vocabulary, parts):
         best, steepness = unordered(word), steepness_of(record)
         for i in range(np.int64(cuda.threadIdx.x), BINS, 256): mass[i], count[i] = 0, 0
         cuda.syncthreads()
-        for i in range(part * 256 + cuda.threadIdx.x, vocabulary, BLOCKS * 256):
+        for i in range(part * 256 + cuda.threadIdx.x, vocabulary, DRAW_BLOCKS * 256):
             value = load_f32(logits + 4 * (row * vocabulary + i))
             at = bin_of(best, value)
             cuda.atomic.add(mass, at, mass_of(value, best, steepness))
@@ -228,8 +229,8 @@ def winner_of_block(score, token, scores, tokens):
 def floor_of(record, best): return max(np.float64(best) * load_f64(record + 8) + load_f64(record + 24), -1.7976931348623157e308)
 
 @cuda.jit(device=True)
-def last_bin(masses, counts, top_k, top_p, sums_mass, sums_count, where):
-    "The bin in which `top_k` tokens are reached, or without it the mass of top-p; all threads of a block of 256 call it. sums: 32 numbers of shared memory each, where: 1"
+def last_bin(masses, counts, top_k, top_p, sums_mass, sums_count, before, goals, where):
+    "The bin in which `top_k` tokens are reached, or without it the mass of top-p; all threads of a block of 256 call it. sums: 32 numbers of shared memory each, before: 2, goals and where: 1"
     thread = np.int64(cuda.threadIdx.x)
     if thread < 32:
         mass, count = np.int64(0), np.int32(0)
@@ -241,13 +242,18 @@ def last_bin(masses, counts, top_k, top_p, sums_mass, sums_count, where):
         for i in range(32): total += sums_mass[i]
         goal, mass, count, at = top_p * np.float64(total), np.int64(0), np.int32(0), np.int64(0)
         while at < 31 and (count + sums_count[at] < top_k if top_k > 0 else np.float64(mass + sums_mass[at]) < goal): mass, count, at = mass + sums_mass[at], np.int32(count + sums_count[at]), at + 1
-        at *= 32
-        more = True
-        while more and at < BINS - 1:
-            own_mass, own_count = load_i64(masses + 8 * at), np.int32(load_u32(counts + 4 * at))
-            more = count + own_count < top_k if top_k > 0 else np.float64(mass + own_mass) < goal
-            if more: mass, count, at = mass + own_mass, np.int32(count + own_count), at + 1
-        where[0] = np.int32(at)
+        where[0], before[0], before[1] = np.int32(at), mass, np.int64(count)
+        goals[0] = goal
+    cuda.syncthreads()
+    first = np.int64(where[0]) * 32
+    goal = goals[0]
+    cuda.syncthreads()
+    if thread < 32: sums_mass[thread], sums_count[thread] = load_i64(masses + 8 * (first + thread)), np.int32(load_u32(counts + 4 * (first + thread)))
+    cuda.syncthreads()
+    if thread == 0:
+        mass, count, at = before[0], np.int32(before[1]), np.int64(0)
+        while at < 31 and (count + sums_count[at] < top_k if top_k > 0 else np.float64(mass + sums_mass[at]) < goal): mass, count, at = mass + sums_mass[at], np.int32(count + sums_count[at]), at + 1
+        where[0] = np.int32(first + at)
     cuda.syncthreads()
     found = np.int64(where[0])
     cuda.syncthreads()                                                               # everybody has read it
@@ -261,22 +267,24 @@ def _gather(logits, draws, found, masses, counts, listed, length, vocabulary, pa
     words = cuda.shared.array(1, np.uint32)
     sums_mass = cuda.shared.array(32, np.int64)
     sums_count = cuda.shared.array(32, np.int32)
+    before = cuda.shared.array(2, np.int64)
+    goals = cuda.shared.array(1, np.float64)
     where = cuda.shared.array(2, np.int32)
     mine = cuda.shared.array(TILE, np.int32)
     scores = cuda.shared.array(256, np.float64)
-    thread, row, part = np.int64(cuda.threadIdx.x), np.int64(cuda.blockIdx.x) // BLOCKS, np.int64(cuda.blockIdx.x) % BLOCKS
+    thread, row, part = np.int64(cuda.threadIdx.x), np.int64(cuda.blockIdx.x) // DRAW_BLOCKS, np.int64(cuda.blockIdx.x) % DRAW_BLOCKS
     wait_for_previous()
     record, source, target = draws + DRAW_BYTES * row, logits + 4 * row * vocabulary, listed + 4 * row * vocabulary
     word = largest_word(found + 8 * parts * row, parts, words)
     if load_u32(record + 36) != 0 and is_fit(word):
         best = unordered(word)
         if filtered(record):
-            last = last_bin(masses + 8 * BINS * row, counts + 4 * BINS * row, np.int32(load_u32(record + 32)), load_f64(record + 16), sums_mass, sums_count, where)
-            for begin in range(0, vocabulary, BLOCKS * TILE):
+            last = last_bin(masses + 8 * BINS * row, counts + 4 * BINS * row, np.int32(load_u32(record + 32)), load_f64(record + 16), sums_mass, sums_count, before, goals, where)
+            for begin in range(0, vocabulary, DRAW_BLOCKS * TILE):
                 if thread == 0: where[0] = 0
                 cuda.syncthreads()
                 for j in range(TILE // 256):
-                    i = begin + (j * BLOCKS + part) * 256 + thread
+                    i = begin + (j * DRAW_BLOCKS + part) * 256 + thread
                     if i < vocabulary and bin_of(best, load_f32(source + 4 * i)) <= last: mine[cuda.atomic.add(where, 0, 1)] = np.int32(i)
                 cuda.syncthreads()
                 many = np.int64(where[0])
@@ -286,7 +294,7 @@ def _gather(logits, draws, found, masses, counts, listed, length, vocabulary, pa
                 cuda.syncthreads()
         else:
             key, slope, floor, top, token = key_of(record), load_f64(record + 8), floor_of(record, best), np.float64(0), np.int32(-1)
-            for i in range(part * 256 + thread, vocabulary, BLOCKS * 256):
+            for i in range(part * 256 + thread, vocabulary, DRAW_BLOCKS * 256):
                 score, uniform = np.float64(load_f32(source + 4 * i)) * slope, uniform_of(key, i)
                 if score >= floor and (token < 0 or score + noise_at_most(uniform) >= top):
                     score += noise_of(uniform)
@@ -303,8 +311,8 @@ def place_of(value, token):
     return np.uint64(bits_xor(ordered(value + np.float32(0)), np.uint32(0xffffffff))) << np.uint64(32) | np.uint64(token)
 
 @cuda.jit(device=True)
-def cut(source, target, many, limit, by_mass, goal, best, steepness, mass, where):
-    "The place of the last token that stays: of those up to `limit`, by mass the first with which `goal` is reached, else the `goal`-th. mass: 256 int64 of shared memory, where: 2"
+def cut(source, target, many, limit, by_mass, goal, best, steepness, mass, sums, where):
+    "The place of the last token that stays: of those up to `limit`, by mass the first with which `goal` is reached, else the `goal`-th. mass: 256 int64 of shared memory, sums: 32, where: 2"
     thread, prefix, before, shift = np.int64(cuda.threadIdx.x), np.uint64(0), np.int64(0), np.uint64(56)
     for level in range(8):
         if level != 4:                                                               # ids are below 2²⁴: their first digit is 0
@@ -317,13 +325,18 @@ def cut(source, target, many, limit, by_mass, goal, best, steepness, mass, where
                 if place <= limit and (level == 0 or place >> (shift + np.uint64(8)) == prefix):
                     cuda.atomic.add(mass, np.int64(place >> shift & np.uint64(255)), mass_of(value, best, steepness) if by_mass else np.int64(1))
             cuda.syncthreads()
+            if thread < 32:
+                part = np.int64(0)
+                for i in range(8): part += mass[8 * thread + i]
+                sums[thread] = part
+            cuda.syncthreads()
             if thread == 0:
-                at, last = np.int64(0), np.int64(0)
-                for i in range(256):
-                    if mass[i] > 0: last = np.int64(i)
-                while at < last and np.float64(before + mass[at]) < goal:
-                    before += mass[at]
-                    at += 1
+                at, total = np.int64(0), np.int64(0)
+                for i in range(32): total += sums[i]
+                aim = min(goal, np.float64(before + total))                          # a goal that rounding put out of reach is the last token
+                while np.float64(before + sums[at]) < aim: before, at = before + sums[at], at + 1
+                at *= 8
+                while np.float64(before + mass[at]) < aim: before, at = before + mass[at], at + 1
                 where[0], where[1] = at, before
             cuda.syncthreads()
             prefix, before = prefix << np.uint64(8) | np.uint64(where[0]), where[1]
@@ -336,6 +349,7 @@ def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners,
     launch_dependents()
     words = cuda.shared.array(1, np.uint32)
     mass = cuda.shared.array(256, np.int64)
+    sums = cuda.shared.array(32, np.int64)
     where = cuda.shared.array(2, np.int64)
     scores = cuda.shared.array(256, np.float64)
     tokens = cuda.shared.array(256, np.int32)
@@ -348,7 +362,7 @@ def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners,
     if fit and load_u32(record + 36) != 0:
         key, slope, floor, steepness, top_k, top_p = key_of(record), load_f64(record + 8), floor_of(record, best), steepness_of(record), np.int64(load_u32(record + 32)), load_f64(record + 16)
         limit, top = np.uint64(0xffffffffffffffff), np.float64(0)
-        if 0 < top_k < vocabulary: limit = cut(source, target, many, limit, False, np.float64(top_k), best, steepness, mass, where)
+        if 0 < top_k < vocabulary: limit = cut(source, target, many, limit, False, np.float64(top_k), best, steepness, mass, sums, where)
         if top_p < 1.:
             if thread == 0: where[0] = 0
             cuda.syncthreads()
@@ -364,7 +378,7 @@ def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners,
             cuda.syncthreads()
             goal = top_p * np.float64(where[0])
             cuda.syncthreads()
-            limit = cut(source, target, many, limit, True, goal, best, steepness, mass, where)
+            limit = cut(source, target, many, limit, True, goal, best, steepness, mass, sums, where)
         for j in range(thread, many, 256):
             number = np.int64(load_u32(target + 4 * j))
             value = load_f32(source + 4 * number)
@@ -405,6 +419,6 @@ def draw(logits, found, parts, vocabulary, rows, at, owners, last, noisy=True, w
     """A token for each row of logits, whose largest are in `found` (rows, parts, 2), at at('drawn') and at last[owners[row]]; −1 where the row holds NaN or +∞, −2 where it holds nothing but −∞.
     at(name): address of what `sampling_bytes` names; noisy: some row draws; weighed: some row has top-k or top-p"""
     scratch = [at(name) for name in ('masses', 'counts')]
-    if weighed: weigh_kernel.launch(rows * BLOCKS, 256, logits, at('draws'), found, *scratch, vocabulary, parts, stream=stream, dependent=dependent)
-    if noisy: gather_kernel.launch(rows * BLOCKS, 256, logits, at('draws'), found, *scratch, at('listed'), at('length'), vocabulary, parts, stream=stream, dependent=dependent)
+    if weighed: weigh_kernel.launch(rows * DRAW_BLOCKS, 256, logits, at('draws'), found, *scratch, vocabulary, parts, stream=stream, dependent=dependent)
+    if noisy: gather_kernel.launch(rows * DRAW_BLOCKS, 256, logits, at('draws'), found, *scratch, at('listed'), at('length'), vocabulary, parts, stream=stream, dependent=dependent)
     decide_kernel.launch(rows, 256, logits, at('draws'), found, *scratch, at('listed'), at('length'), at('drawn'), owners, last, vocabulary, parts, stream=stream, dependent=dependent)

@@ -11,6 +11,7 @@ __all__ = ['FAMILIES', 'SYNTHETIC', 'in_floats', 'tiny', 'feed', 'worst', 'check
 # %% ../../nbs/models/05_cuda_check.ipynb #18220cfc
 import argparse, json, math, sys, tempfile, time
 from pathlib import Path
+from dataclasses import replace
 import numpy as np
 from ..errors import SparkinferError
 from ..formats.blocks import quant_type
@@ -167,8 +168,9 @@ def check_draws(weights, ids, count=20, steps=3):
     runner, rng, drawn = CudaRunner().load(weights, max_context=64, num_slots=2 * count), np.random.default_rng(3), 0
     prompts = [np.roll(ids, -3 * i)[:1 + i % 11].astype(np.int32) for i in range(count)]
     batches = [Batch.join([Batch.of(p, slot=half * count + i) for i, p in enumerate(prompts)]) for half in range(2)]
-    for _ in range(steps):
+    for turn in range(steps):
         specs = random_specs(rng, count, weights.config.vocab_size)
+        if turn == 1: specs[4] = replace(specs[4], allowed=np.array([0xff0ff0ff] * 2, np.uint32))        # a mask is for the host, and so all of the step
         logits, got = runner.submit(batches[0]).logits, runner.collect(runner.submit(batches[1], specs))
         want = np.array([sample_spec(row, spec).token for row, spec in zip(logits, specs)])
         np.testing.assert_array_equal(got.tokens, want)
@@ -324,10 +326,10 @@ def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None
     ready()
     for sequences, position in ((1, 128), (1, 4096), (4, 1024), (16, 1024), (32, 1024)):
         took, ahead = (time_decode(runner, sequences, position, ahead=ahead) for ahead in (False, True))
-        drawn = time_decode(runner, sequences, position, ahead=True, temperature=.7, top_k=40, top_p=.95)
         graph = runner.graphs[sequences, sequences, sequences, True, False, (False, False, False)]
         device, nbytes = float(np.median(replay_seconds(graph))), step_bytes(runner, sequences, position)
         if sequences in (1, 32): kernels[str(sequences)] = kernel_table(runner, sequences)
+        drawn = time_decode(runner, sequences, position, ahead=True, temperature=.7, top_k=40, top_p=.95)
         rows.append(dict(sequences=sequences, position=position, device_milliseconds=round(device * 1e3, 3), milliseconds=round(took * 1e3, 3), tokens_a_second=round(sequences / took, 1), ahead_tokens_a_second=round(sequences / ahead, 1), drawn_tokens_a_second=round(sequences / drawn, 1),
                          read_gb=round(nbytes / 1e9, 3), gb_s=round(nbytes / device / 1e9, 1), percent_of_read=round(100 * nbytes / device / ceiling, 1), kernels=sum(k['launches'] for k in kernels[str(sequences)]) if str(sequences) in kernels else 0))
         print({k: v for k, v in rows[-1].items()}, flush=True)

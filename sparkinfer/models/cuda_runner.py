@@ -586,7 +586,7 @@ def launch_experts(self: CudaRunner, layer, n):
 # %% ../../nbs/models/05_cuda_runner.ipynb #67171dec
 @patch
 def submit(self: CudaRunner, batch, sampling=None):
-    """Start a step; see `Runner.submit`. Tokens are drawn on the card unless a spec asks for logprobs or a row with penalties is drawn from twice; then, and for logits, the step is waited for here.
+    """Start a step; see `Runner.submit`. Tokens are drawn on the card unless a spec asks for logprobs, has a mask of allowed tokens, or shares its row with another; then, and for logits, the step is waited for here.
     A token below 0 in the batch: the one that its slot drew last, which need not have been collected"""
     fed = bool((batch.tokens < 0).any())
     check_batch(replace(batch, tokens=np.maximum(batch.tokens, 0)) if fed else batch, self.config, self.lengths, self.max_context, tables=self.block_tables, num_pages=self.num_pages)
@@ -610,7 +610,7 @@ def submit(self: CudaRunner, batch, sampling=None):
 @patch
 def draws_of(self: CudaRunner, sampling, wanted, places):
     "((penalised, noisy, weighed) or None when the host draws, records for `wanted` rows or None when all take the largest, entries)"
-    if sampling is None or any(s.num_logprobs >= 0 for s in sampling): return None, None, None
+    if sampling is None or any(s.num_logprobs >= 0 or len(s.allowed) for s in sampling): return None, None, None
     if all(map(is_plain, sampling)): return (False, False, False), None, None
     if len(places) != len(wanted): return None, None, None
     specs = [sampling[i] for i in np.argsort(places)]                               # one for each computed row
