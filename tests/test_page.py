@@ -12,16 +12,16 @@ from test_browser import CHROMIUM, ROOT, missing
 
 PICTURE = 'picture.png'
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}{# <think> </think> #}{% if false %}<think></think>{% endif %}"
-REPLIES = {'long': 'abcdefghij ' * 30, 'think': '<think>Two words will do.</think>Hello there!', 'code': 'Here it is:\n```python\nprint("hi" * 3)\n```\nThat is all.', 'markup': '<b>bold</b> <img src=x onerror="window.hacked=1">', 'greet': 'Good day, 歪 👍'}
+REPLIES = {'long': 'abcdefghij ' * 30, 'think': '<think>Two words will do.</think>Hello there!', 'code': 'Here it is:\n```python\nprint("hi" * 3)\n```\nThat is all.', 'markup': '<b>bold</b> <img src> <script>hacked()</script>', 'greet': 'Good day, 歪 👍'}
 quick = dict(port=0, shutdown_seconds=0.3)
 
 def build(report=None, gate=None, script=None, **kwargs):
     "Answers by the last user message"
-    tokenizer = TinyTokenizer('there', ' O')
+    pieces = 'there', ' O'
     def reply(prompt): return next((text for key, text in REPLIES.items() if key in prompt.rpartition('<|user|>')[2]), 'ok')
     class Whole(TinyTokenizer):
         def decode(self, ids, skip_special=True): return super().decode(ids, skip_special=False)
-    return Engine(ScriptedRunner(script or saying(Whole(), reply), tokenizer, gate=gate, max_context=2048), tokenizer, ChatTemplate(TEMPLATE), name='org/scripted-7b', **kwargs)
+    return Engine(ScriptedRunner(script or saying(Whole(*pieces), reply), TinyTokenizer(*pieces), gate=gate, max_context=2048), TinyTokenizer(*pieces), ChatTemplate(TEMPLATE), name='org/scripted-7b', **kwargs)
 
 def test_who_gets_the_page():
     with background_server(build, ServeSettings(**quick, api_key='k')) as server:
