@@ -262,12 +262,13 @@ def failure(self: MessagesWriter, error) -> bytes: return named(DIALECT.error(er
 _FIELDS = dict(stop='stop_sequences', response_format='output_config.format', reasoning='thinking', schema='input_schema')      # theirs -> ours
 
 def prepare(body: MessagesBody, context) -> Job:
-    "Raises ApiError or RequestError"
+    "An answer as a list of blocks: thinking, text, uses of tools. Raises ApiError or RequestError"
     engine = context.engine
     writer = MessagesWriter(served_model(body, context), engine.tokenizer, max_tokens=body.max_tokens, hidden=thinking_of(body)[2])
     with renaming(**_FIELDS): return chat_job(chat_call(body), engine, writer)
 
 def count(body: CountBody, context) -> dict:
+    "How many tokens the prompt of a request has, even where they are too many"
     served_model(body, context)
     with renaming(**_FIELDS): return dict(input_tokens=len(chat_prompt(chat_call(body), context.engine).ids))
 

@@ -566,7 +566,7 @@ def said_before(body: ResponsesBody, store: ResponseStore) -> list[dict]:
     return items
 
 def prepare(body: ResponsesBody, context) -> Job:
-    "Raises ApiError or RequestError"
+    "An answer as a list of items: reasoning, messages, calls. Raises ApiError or RequestError"
     store, engine = store_of(context), context.engine
     items, kept = said_before(body, store), body.store is not False and store.limit > 0
     size = len(to_json(items)) if kept else 0
@@ -577,10 +577,12 @@ def prepare(body: ResponsesBody, context) -> Job:
 
 # %% ../../nbs/serve/03_responses.ipynb #0897306f
 def retrieve(body, context):
+    "A kept response"
     if context.query.get('stream') in ('true', '1'): raise wrong('stream', 'must be false: a kept response is not streamed again', 'unsupported_parameter')
     return store_of(context).get(context.path['id']).response
 
 def delete(body, context):
+    "Forget a kept response"
     store_of(context).remove(context.path['id'])
     return dict(id=context.path['id'], object='response.deleted', deleted=True)
 
@@ -599,11 +601,13 @@ def input_items(body, context):
     return dict(object='list', data=page, first_id=page[0]['id'] if page else None, last_id=page[-1]['id'] if page else None, has_more=len(items) > len(page))
 
 def cancel(body, context):
+    "Always refused: nothing runs in the background"
     store_of(context).get(context.path['id'])
     raise ApiError(400, 'only responses that run in the background can be cancelled, and this server has none; to stop an answer, close its connection',
                    code='not_cancellable')
 
 def count(body: ResponsesBody, context):
+    "How many tokens the prompt of a request has, even where they are too many"
     with renaming(**_FIELDS): call = chat_call(body, said_before(body, store_of(context)))
     return dict(object='response.input_tokens', input_tokens=len(chat_prompt(call, context.engine).ids))
 
