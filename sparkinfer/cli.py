@@ -6,10 +6,10 @@
 __all__ = ['SAMPLING', 'kv_option', 'model_option', 'CHAT_HELP', 'OneLine', 'explain', 'Command', 'Group', 'cli', 'main',
            'sampling_options', 'load_options', 'Numbers', 'read_prompt', 'peak_memory', 'shown_params', 'stats_text',
            'completion_record', 'run', 'show_answer', 'chat_command', 'read_line', 'chat', 'say', 'chat_greeting',
-           'setting_option', 'ServeCommand', 'serve', 'inspect', 'missing_files', 'inspect_record', 'written_bytes',
-           'named', 'interruptible', 'quantize', 'synth', 'shown_size', 'shown_path', 'pull', 'list_command', 'rm',
-           'warmup', 'BenchCommand', 'bench', 'bench_serving_command', 'evaluate', 'eval_kl_command',
-           'eval_logits_command']
+           'shown_default', 'setting_option', 'option_kind', 'ServeCommand', 'use_config', 'chosen_settings', 'serve',
+           'inspect', 'missing_files', 'inspect_record', 'written_bytes', 'named', 'interruptible', 'quantize', 'synth',
+           'shown_size', 'shown_path', 'pull', 'list_command', 'rm', 'warmup', 'BenchCommand', 'bench',
+           'bench_serving_command', 'bench_http_command', 'evaluate', 'eval_kl_command', 'eval_logits_command']
 
 # %% ../nbs/11_cli.ipynb #7a084505
 import errno, json, os, signal, sys, time
@@ -246,36 +246,73 @@ def chat_greeting(llm, sampling):
     return f'{llm!r}\n' + ', '.join(f'{name} {value}' for name, value in settings.items()) + f'\n{CHAT_HELP}'
 
 # %% ../nbs/11_cli.ipynb #e12981a7
+def shown_default(default):
+    "What --help says for a default"
+    return 'off' if default is False else 'none' if default in (None, ()) else str(default)
+
 def setting_option(f, help=None):
     "The option of a dataclass field: `--` and its name; help from the field's metadata"
     name, help = '--' + f.name.replace('_', '-'), help or f.metadata['help']
     kinds = [kind for kind in (int, float, str) if kind is f.type or kind in getattr(f.type, '__args__', ())]
-    help = help[0].upper() + help[1:] + '.'
-    if isinstance(f.default, bool): return click.Option([name], is_flag=True, help=help)
-    if isinstance(f.default, tuple): return click.Option([name], multiple=True, help=help)
-    return click.Option([name], type=kinds[0], default=f.default, show_default=f.default is not None, help=help)
+    more = dict(help=help[0].upper() + help[1:] + '.', show_default=shown_default(f.default) if f.default in (None, False, ()) else True)
+    if isinstance(f.default, bool): return click.Option([name], is_flag=True, **more)
+    if isinstance(f.default, tuple): return click.Option([name], multiple=True, **more)
+    return click.Option([name], type=kinds[0], default=f.default, **more)
 
+def option_kind(option):
+    "The Python type that a value of this option has in a file of settings"
+    if option.multiple: return tuple
+    if getattr(option, 'is_flag', False): return bool
+    return {'integer': int, 'integer range': int, 'float': float, 'float range': float}.get(option.type.name, str)
+
+# %% ../nbs/11_cli.ipynb #861093df
 class ServeCommand(Command):
-    "Takes its options from the server's, the memory's and the engine's settings, but only when it is asked for them: they import the web framework"
+    """Takes its options from the server's, the memory's and the engine's settings, but only when it is asked for them: they import the web framework.
+    Each option may also come from SPARKINFER_ and its name in the environment, or from a TOML file."""
     def get_params(self, ctx):
         from dataclasses import fields
+        from sparkinfer.engine.request import EngineDefaults
         from sparkinfer.engine.scheduler import LIMITS, EngineLimits
         from sparkinfer.llm import MemorySettings
-        from sparkinfer.serve.app import ServeSettings
+        from sparkinfer.serve.settings import ServeSettings
         settings = [setting_option(f) for f in (*fields(ServeSettings), *fields(MemorySettings))] + [setting_option(f, LIMITS[f.name].meaning) for f in fields(EngineLimits)]
-        sampling = [click.Option(['--' + name.replace('_', '-')], type=KNOBS[name].kind, help='For requests that do not say: ' + KNOBS[name].meaning + '.') for name in SAMPLING if name != 'seed']
+        sampling = [click.Option(['--' + name.replace('_', '-')], type=KNOBS[name].kind, show_default=f"the model's own, or {shown_default(getattr(EngineDefaults(), name, None))}",
+                                 help='For requests that do not say: ' + KNOBS[name].meaning + '.') for name in SAMPLING if name != 'seed']
         own = super().get_params(ctx)
-        return own[:-1] + settings + sampling + own[-1:]       # --help stays last
+        config = click.Option(['--config'], type=click.Path(dir_okay=False), is_eager=True, expose_value=False, callback=use_config, help='A TOML file of these settings: port = 9000.')
+        params = own[:-1] + [config] + settings + sampling + own[-1:]       # --help stays last
+        for option in params:
+            if option.name != 'debug' and '--help' not in option.opts: option.envvar = 'SPARKINFER_' + option.name.upper()
+        return params
+
+def use_config(ctx, param, path):
+    "Makes a file of settings the defaults of the command's options"
+    from sparkinfer.serve.settings import read_config
+    kinds = {option.name: option_kind(option) for option in ctx.command.get_params(ctx) if option.envvar and option.name != 'config'} if path else {}
+    if path: ctx.default_map = read_config(path, kinds)
+
+def chosen_settings(ctx):
+    "Every setting in force and where it came from: [Setting]; refuses those that contradict each other, and tells of what looks like a mistake"
+    from sparkinfer.serve.settings import Setting, contradictions, strange_variables
+    names = {'COMMANDLINE': 'flag', 'ENVIRONMENT': 'environment', 'DEFAULT_MAP': 'file'}
+    settings = [Setting(name, value, names.get(ctx.get_parameter_source(name).name, 'default')) for name, value in ctx.params.items()]
+    found = contradictions(settings)
+    if errors := [line for wrong, line in found if wrong]: raise SparkinferError('; '.join(errors))
+    for line in [line for _, line in found] + strange_variables(os.environ, {s.name for s in settings} | {'config'}): click.echo(f'note: {line}', err=True)
+    return settings
 
 # %% ../nbs/11_cli.ipynb #7bea92e4
 @cli.command(cls=ServeCommand)
 @click.argument('model', default='smollm2')
 @load_options
 def serve(model, threads, context, runner, **options):
-    "Serve MODEL on an OpenAI-compatible endpoint."
+    """Serve MODEL to clients of OpenAI, Anthropic, Ollama and LM Studio, and to a browser.
+
+    Every setting may also come from the environment (SPARKINFER_PORT=9000) or from a file (--config FILE). A flag wins over the environment, the environment over the file; GET /v1/info shows what is in force and where it came from."""
     from dataclasses import fields
     from sparkinfer.llm import Progress, load_engine, open_model, split_settings
     from sparkinfer.serve.app import ServeSettings, serve as serve_forever
+    shown = chosen_settings(click.get_current_context())
     server = ServeSettings(**{f.name: options.pop(f.name) for f in fields(ServeSettings)})
     split_settings(options)                      # refuse a bad value now, not after a model has been loaded
     def factory(report):
@@ -285,7 +322,7 @@ def serve(model, threads, context, runner, **options):
         rows = [f'{name} {value}' + ('' if source == 'built in' else f' ({source})') for name, value, source in engine.defaults.rows()]
         click.echo(f'{parts.name}: {engine.capacity}; {plural(used, "thread")}; a request that does not say gets ' + ', '.join(rows), err=True)
         return engine
-    serve_forever(factory, server, click.echo)
+    serve_forever(factory, server, click.echo, shown)
 
 # %% ../nbs/11_cli.ipynb #4ffe995c
 @cli.command()
@@ -434,9 +471,10 @@ def warmup(model, **load):
 
 # %% ../nbs/11_cli.ipynb #ae3445de
 class BenchCommand(Command):
-    "`bench serving …` has options of its own, so it is a command of its own; every other first word is a model"
+    "`bench serving …` and `bench http …` have options of their own, so they are commands of their own; every other first word is a model"
     def make_context(self, info_name, args, parent=None, **extra):
-        if args[:1] == ['serving']: return bench_serving_command.make_context(f'{info_name} serving', args[1:], parent, **extra)
+        command = {'serving': bench_serving_command, 'http': bench_http_command}.get(args[0] if args else None)
+        if command is not None: return command.make_context(f'{info_name} {args[0]}', args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
 # %% ../nbs/11_cli.ipynb #09183715
@@ -452,7 +490,7 @@ class BenchCommand(Command):
 @click.option('--compare', is_flag=True, help='Take turns with llama.cpp (the wheel xllamacpp), flash attention on and off.')
 @click.option('--save', is_flag=True, help='Keep the record under data/results.')
 def bench(model, contexts, prefill, tokens, rounds, threads, runner, kv_type, compare, save):
-    "Measure prefill and decode of MODEL; with `formats` how fast each weight format is decoded; with `serving` many requests at once (see bench serving --help). The last line is JSON."
+    "Measure prefill and decode of MODEL; with `formats` how fast each weight format is decoded; with `serving` many requests at once, with `http` what the server itself costs (see bench serving --help, bench http --help). The last line is JSON."
     if model == 'formats':
         from sparkinfer.measure.format_speed import bench_formats
         return bench_formats(rounds=rounds, save=save)
@@ -498,6 +536,18 @@ def bench_serving_command(model, prompts, tokens, requests, threads, prefix, **o
     needed = max(max(prompts) + tokens, prefix + 32 if prefix else 0)
     if needed > most: raise RequestError(f'{parts.name} was trained for {most:,} tokens; these settings need {needed:,}')
     bench_serving(path, vocab, prompts, tokens, requests, threads=threads or cpu_count(), prefix=prefix, banned=silent, say=lambda text: click.echo(text, err=True), **options)
+
+# %% ../nbs/11_cli.ipynb #2c30f0f9
+@click.command('http', cls=Command)
+@click.option('--streams', type=click.IntRange(1, 4096), default=64, show_default=True, help='So many at once.')
+@click.option('--tokens', type=click.IntRange(2, 65536), default=256, show_default=True, help='Tokens of each.')
+@click.option('--rounds', type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option('--pace-ms', type=click.FloatRange(0.1, 10_000), default=20.0, show_default=True, help='A step of the paced model takes so long; the other takes no time.')
+@click.option('--save', is_flag=True, help='Keep the record under data/results.')
+def bench_http_command(**options):
+    "Measure what the server costs for each token, with a model that costs nothing, beside uvicorn alone. The last line is JSON."
+    from sparkinfer.measure.http_load import bench_http
+    bench_http(say=lambda text: click.echo(text, err=True), **options)
 
 # %% ../nbs/11_cli.ipynb #4ce20bc7
 @cli.group('eval')
