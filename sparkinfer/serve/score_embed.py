@@ -92,7 +92,9 @@ def embedded(inputs: list, context: Context, pooling=None, dimensions=None, trun
     if pooling is not None and pooling not in POOLINGS: raise ApiError(400, f"'pooling' must be one of {', '.join(POOLINGS)}, not {pooling[:40]!r}", param='pooling')
     if truncate: ids = [engine.tokenizer.encode(x[:32 * engine.max_context], special=False)[:engine.max_context] if isinstance(x, str) else x for x in inputs]     # no megabytes are tokenized to be thrown away
     else: ids = [plain_ids(x, engine) if isinstance(x, str) else x for x in inputs]
-    try: vectors = [engine.embed(x, pooling or card_of(engine).pooling, dimensions) for x in ids]
+    began, limit = time.perf_counter(), engine.limits.max_seconds                             # for all texts together
+    left = lambda: None if limit is None else max(0.0, limit - (time.perf_counter() - began))
+    try: vectors = [engine.embed(x, pooling or card_of(engine).pooling, dimensions, left()) for x in ids]
     except UnsupportedError as error: raise ApiError(501, str(error), 'not_implemented_error', code='embeddings_unsupported') from None
     return vectors, sum(map(len, ids))
 
