@@ -133,7 +133,8 @@ def test_the_same_conversation_has_the_same_tokens_elsewhere(client, server):
     assert httpx.post(server.url + '/api/chat', json=dict(model='org/tiny', messages=talk, stream=False, options=dict(num_predict=2))).json()['prompt_eval_count'] == counted
 
 
-MISTAKES = [dict(messages=[]), dict(messages=[None]), dict(messages=['x']), dict(messages=[123]), dict(messages=[{}]), dict(messages=[dict(role=123, content='a')]), dict(messages=[dict(role='user', content=123)]), dict(messages='x'), dict(messages={}), dict(model=5),
+DEEP = json.loads('[' * 900 + ']' * 900)
+MISTAKES = [dict(tools=[dict(name='f', input_schema=dict(type='object', properties=dict(x=DEEP)))]), dict(messages=[]), dict(messages=[None]), dict(messages=['x']), dict(messages=[123]), dict(messages=[{}]), dict(messages=[dict(role=123, content='a')]), dict(messages=[dict(role='user', content=123)]), dict(messages='x'), dict(messages={}), dict(model=5),
     dict(model=None), dict(max_tokens=0), dict(max_tokens=-1), dict(max_tokens='5'), dict(max_tokens=None), dict(temperature=2.5), dict(temperature='hot'), dict(top_p=-1), dict(stop_sequences='x'), dict(stop_sequences=['']), dict(system=5), dict(system=[5]), dict(thinking=5),
     dict(thinking=dict(type='enabled', budget_tokens=100)), dict(tools=5), dict(tools=[5]), dict(tools=[dict(type='web_search_20250305', name='web_search')]), dict(tool_choice=dict(type='any')), dict(tool_choice=dict(type='tool', name='nobody')), dict(stream='yes'), dict(metadata=5),
     dict(messages=[dict(role='user', content=[dict(type='image', source=dict(type='base64', media_type='image/png', data='AAAA'))])]), dict(messages=[dict(role='user', content='x' * 20000)])]

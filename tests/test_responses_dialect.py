@@ -182,7 +182,8 @@ def test_truncation():
         assert (shorter.output_text, shorter.truncation) == ('ok', 'auto') and 300 < shorter.usage.input_tokens < 512
 
 
-MISTAKES = [dict(input=None), dict(input=5), dict(input=[]), dict(input={}), dict(input=[None]), dict(input=['x']), dict(input=[123]), dict(input=[{}]), dict(input=[dict(role=123, content='a')]), dict(input=[dict(role='user', content=123)]), dict(input=[dict(role='user')]), dict(model=5),
+DEEP = json.loads('[' * 900 + ']' * 900)
+MISTAKES = [dict(tools=[dict(type='function', name='f', x=DEEP)]), dict(input=[dict(role='user', content='a', x=DEEP)]), dict(text=dict(x=DEEP)), dict(input=None), dict(input=5), dict(input=[]), dict(input={}), dict(input=[None]), dict(input=['x']), dict(input=[123]), dict(input=[{}]), dict(input=[dict(role=123, content='a')]), dict(input=[dict(role='user', content=123)]), dict(input=[dict(role='user')]), dict(model=5),
     dict(max_output_tokens=0), dict(max_output_tokens=-1), dict(max_output_tokens='5'), dict(temperature=2.5), dict(temperature='hot'), dict(top_p=-1), dict(top_logprobs=21), dict(instructions=5), dict(tools=5), dict(tools=[5]), dict(tools=[dict(type='web_search')]), dict(tools=[dict(type='file_search')]),
     dict(tools=[dict(type='mcp', server_label='x')]), dict(tools=[dict(type='custom', name='x')]), dict(tool_choice='required'), dict(tool_choice=dict(type='function', name='nobody')), dict(tool_choice=dict(type='web_search')), dict(stream='yes'), dict(metadata=5), dict(metadata=dict(a=5)), dict(store='yes'),
     dict(previous_response_id=5), dict(truncation='some'), dict(reasoning=5), dict(reasoning=dict(effort='most')), dict(text=5), dict(text=dict(format=dict(type='json_schema', name='x'))), dict(text=dict(format='json')), dict(background=True), dict(conversation='c'), dict(prompt=dict(id='p')), dict(include=5),

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['ENCRYPTED', 'READERS', 'DIALECT', 'ROUTES', 'Block', 'Blocks', 'ResponsesBody', 'wrong', 'text_of', 'reasoning_of',
            'Conversation', 'read_message', 'read_reasoning', 'read_call', 'read_result', 'conversation',
-           'function_tools', 'tool_choice', 'refuse_unsupported', 'thinking_of', 'text_format', 'stop_strings',
-           'sampling', 'renaming', 'Kept', 'ResponseStore', 'named', 'usage_dict', 'ResponsesWriter', 'store_of',
-           'new_items', 'fitted', 'chat_call', 'echo_of', 'said_before', 'prepare', 'retrieve', 'delete', 'input_items',
-           'cancel', 'count']
+           'function_tools', 'tool_choice', 'check_depth', 'refuse_unsupported', 'thinking_of', 'text_format',
+           'stop_strings', 'sampling', 'renaming', 'Kept', 'ResponseStore', 'named', 'usage_dict', 'ResponsesWriter',
+           'store_of', 'new_items', 'fitted', 'chat_call', 'echo_of', 'said_before', 'prepare', 'retrieve', 'delete',
+           'input_items', 'cancel', 'count']
 
 # %% ../../nbs/serve/03_responses.ipynb #36e998e4
 import base64, json, threading, time
@@ -156,7 +156,9 @@ class Conversation:
     def add(self, message):
         if message['role'] != 'tool' and self.pending: raise self.unanswered()
         if message['role'] != 'assistant': self.thought = ''
-        self.messages.append(message)
+        both_rule = len(self.messages) == 1 and {message['role'], self.messages[0]['role']} <= {'system', 'developer'}
+        if both_rule: self.messages[0]['content'] += '\n\n' + message['content']         # templates know one, at the beginning
+        else: self.messages.append(message)
 
     def says(self, text):
         last = self.messages[-1] if self.messages else {}
@@ -254,7 +256,16 @@ def tool_choice(choice, tools: list):
 # %% ../../nbs/serve/03_responses.ipynb #5fd3de7f
 _EFFORTS = ('none', 'minimal', 'low', 'medium', 'high', 'xhigh', 'max')
 
+def check_depth(value, place: str, deepest=100):
+    "ApiError 400 for what is nested so deeply that it could not be written into the response"
+    level = [value]
+    for _ in range(deepest):
+        level = [inner for v in level if isinstance(v, dict | list) for inner in (v.values() if isinstance(v, dict) else v)]
+        if not level: return
+    raise wrong(place, f'is nested more than {deepest} deep')
+
 def refuse_unsupported(body: ResponsesBody):
+    for name in ('input', 'tools', 'tool_choice', 'text', 'reasoning'): check_depth(getattr(body, name), name)
     if body.background: raise wrong('background', 'must be false: this server answers while you wait, streaming or not', 'unsupported_parameter')
     for name in ('conversation', 'prompt'):
         if getattr(body, name) is not None: raise wrong(name, 'is kept at the provider; send the items, or previous_response_id', 'unsupported_parameter')
