@@ -94,7 +94,7 @@ def test_bad_requests_name_the_parameter(llm):
                         (lambda: llm.generate('x' * 300), 'messages')):
         with pytest.raises(RequestError) as caught: call()
         assert caught.value.param == param
-    with pytest.raises(TypeError): llm.generate('=', temprature=1)
+    with pytest.raises(RequestError, match="did you mean 'temperature'"): llm.generate('=', temprature=1)
     assert str(llm.generate('=', temperature=0)) == 'Hello there.'
 
 def test_close_is_final_and_safe():
