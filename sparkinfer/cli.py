@@ -487,10 +487,18 @@ class BenchCommand(Command):
 @click.option('--threads', type=int, help='[default: all cores]')
 @click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec', 'cuda']), default='auto', show_default=True, help='cpu-file: weights stay in the mapped file; cuda: on an NVIDIA GPU.')
 @kv_option
+@click.option('--synthetic', metavar='SHAPE', help='In place of MODEL: noise in the shape of a model, made in memory, on an NVIDIA GPU; with what each kernel takes.')
 @click.option('--compare', is_flag=True, help='Take turns with llama.cpp (the wheel xllamacpp), flash attention on and off.')
 @click.option('--save', is_flag=True, help='Keep the record under data/results.')
-def bench(model, contexts, prefill, tokens, rounds, threads, runner, kv_type, compare, save):
+def bench(model, contexts, prefill, tokens, rounds, threads, runner, kv_type, synthetic, compare, save):
     "Measure prefill and decode of MODEL; with `formats` how fast each weight format is decoded; with `serving` many requests at once, with `http` what the server itself costs (see bench serving --help, bench http --help). The last line is JSON."
+    if synthetic:
+        import importlib.util
+        if runner not in ('auto', 'cuda'): raise click.UsageError('--synthetic measures the runner on the GPU; for another, write a file with `sparkinfer synth` and give its name')
+        if importlib.util.find_spec('numba_cuda') is None: raise SparkinferError("the runner on the GPU needs more packages: pip install 'sparkinfer[cuda]'")
+        from sparkinfer.models.cuda_check import bench as bench_shape
+        bench_shape(shape=synthetic, kv=kv_type or 'f16', save=save)
+        return
     if model == 'formats':
         from sparkinfer.measure.format_speed import bench_formats
         return bench_formats(rounds=rounds, save=save)
