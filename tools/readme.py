@@ -3,7 +3,7 @@
   python tools/readme.py           write README.md
   python tools/readme.py --check   exit with 1 if README.md is not what would be written
 Markdown cells go over as they are; code cells as a fenced block with their stored output, unless flagged `hide`. The line `<!-- results -->` becomes the newest
-comparison with llama.cpp in data/results, as a table."""
+comparison with llama.cpp in data/results, as a table, and `<!-- gpu -->` the newest measurements of the runner on a GPU."""
 import json, sys
 from pathlib import Path
 import nbformat
@@ -44,10 +44,23 @@ def results_table(folder: Path) -> str:
             'the better of flash attention on and off for llama.cpp, medians of rounds in turn. All but the first are noise in the shape of a model (`sparkinfer synth`):')
     return note + '\n\n' + '\n'.join(lines)
 
+def gpu_table(folder: Path) -> str:
+    "The newest record of `sparkinfer bench --synthetic` for each shape, alone and with the most sequences"
+    newest = {}
+    for path in sorted(folder.glob('cuda-runner-*.json')):                     # names end in the time
+        record = json.loads(path.read_text())
+        if record.get('results') and 'drawn_tokens_a_second' in record['results'][0]: newest[record['shape']] = record
+    if not newest: return ''
+    lines = ['| shape | sequences | at position | tok/s, waiting for each token | one step ahead | so too, with temperature, top-k, top-p | % of what the card can read |', '|---' * 7 + '|']
+    for shape, record in sorted(newest.items(), key=lambda item: item[1]['weight_bytes'], reverse=True):
+        for row in (record['results'][0], record['results'][-1]): lines.append(f"| {shape} | {row['sequences']} | {row['position']:,} | {row['tokens_a_second']:,.0f} | {row['ahead_tokens_a_second']:,.0f} | {row['drawn_tokens_a_second']:,.0f} | {row['percent_of_read']:.0f} |")
+    return (f"On a GPU (`pip install 'sparkinfer[cuda]'`; compute capability 9.0 or newer, driver 580 or newer), one {record['gpu']}, {record['time'][:10]}, noise in the shape of a model (`sparkinfer bench --synthetic SHAPE`). The server waits for each token today; one step ahead, the next is launched before the last one's tokens are read:"
+            + '\n\n' + '\n'.join(lines))
+
 def readme() -> str:
     notebook = nbformat.read(ROOT/'nbs'/'index.ipynb', 4)
     text = '\n\n'.join(filter(None, map(cell_text, notebook.cells))).strip() + '\n'
-    return NOTE + text.replace('<!-- results -->', results_table(ROOT/'data'/'results'))
+    return NOTE + text.replace('<!-- results -->', results_table(ROOT/'data'/'results')).replace('<!-- gpu -->', gpu_table(ROOT/'data'/'results'))
 
 if __name__ == '__main__':
     path, new = ROOT/'README.md', readme()
