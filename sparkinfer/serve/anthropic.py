@@ -91,6 +91,7 @@ def result_text(block: dict, place: str) -> str:
     text = '' if content is None else text_of(blocks_of(content, f'{place}.content', ('text',)))
     return f'Error: {text}' if block.get('is_error') is True else text
 
+# %% ../../nbs/serve/04_anthropic.ipynb #65e4ea04
 def read_turn(turn: Turn, place: str, talk: Conversation):
     "One message of the client into the template's"
     if turn.role not in _ALLOWED: raise wrong(f'{place}.role', f'must be user or assistant, not {turn.role[:40]!r}')
@@ -194,6 +195,7 @@ def stop_of(answer, max_tokens) -> dict:
     else: reason = 'stop_sequence' if isinstance(answer.stop, str) else 'tool_use' if answer.reason == 'tool_calls' else 'end_turn'
     return dict(stop_reason=reason, stop_sequence=answer.stop if reason == 'stop_sequence' else None)
 
+# %% ../../nbs/serve/04_anthropic.ipynb #65fb2599
 @dataclass
 class MessagesWriter(Writer):
     "One answer as blocks: events of a stream, or one document"

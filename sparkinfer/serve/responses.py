@@ -37,6 +37,7 @@ class Block:
     complete: bool = True
     logprobs: list = field(default_factory=list)
 
+# %% ../../nbs/serve/03_responses.ipynb #b8058a08
 class Blocks:
     "Pieces in, steps out: `('begin', block)`, `('more', block, text, logprobs)`, `('end', block)`"
     def __init__(self): self.all, self.open, self.waiting = [], None, []
@@ -275,6 +276,7 @@ def refuse_unsupported(body: ResponsesBody):
     if len(metadata) > 16 or not all(isinstance(v, str) and len(k) <= 64 and len(v) <= 512 for k, v in metadata.items()):
         raise wrong('metadata', 'may hold 16 pairs of strings, of 64 and 512 characters')
 
+# %% ../../nbs/serve/03_responses.ipynb #c09b6dc5
 def thinking_of(reasoning: dict | None):
     "`(effort, as a summary?)`"
     reasoning = reasoning or {}
@@ -298,6 +300,7 @@ def stop_strings(stop, place='stop') -> tuple:
     if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops): raise wrong(place, 'must be a list of non-empty strings')
     return tuple(stops)
 
+# %% ../../nbs/serve/03_responses.ipynb #8690c955
 def sampling(body: ResponsesBody) -> SamplingParams:
     logprobs = body.top_logprobs or (0 if 'message.output_text.logprobs' in (body.include or []) else None)
     same = ('temperature', 'top_p', 'top_k', 'min_p', 'repetition_penalty', 'presence_penalty', 'frequency_penalty', 'seed')
@@ -328,6 +331,7 @@ class Kept:
     @property
     def conversation(self): return self.items + self.response['output']
 
+# %% ../../nbs/serve/03_responses.ipynb #b88c9e33
 class ResponseStore:
     "Answers by their names, bounded, for several threads; `item` finds what an answer was made of"
     def __init__(self, limit: int = 64_000_000):   # bytes
@@ -462,6 +466,7 @@ def more(self: ResponsesWriter, block, text, entries) -> bytes:
     before, after = self.written[block.index]
     return b''.join((before, b'%d,"delta":' % (self.number - 1), text_json(text).encode('utf-8', errors='replace'), after))
 
+# %% ../../nbs/serve/03_responses.ipynb #c9974dea
 @patch
 def end(self: ResponsesWriter, block) -> bytes:
     if block.kind == 'call': out = self.event('function_call_arguments.done', **self.where(block), name=block.name, arguments=block.text)
