@@ -1,5 +1,5 @@
 """Scores and embeddings of real checkpoints: against the logits that transformers recorded, against transformers' own hidden rows where it is installed, and the same on the NumPy and the CPU runner; then over HTTP with the clients"""
-import base64, importlib.util
+import importlib.util, time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +89,16 @@ def test_many_at_once_are_all_answered(server):
     with ThreadPoolExecutor(16) as pool: assert list(pool.map(ask, range(48))) == [200] * 48
     server.engine.memory.check()
     assert server.engine.memory.free_slots == 2
+
+def test_who_leaves_is_not_read_for():
+    runner = ToyRunner(vocab_size=260).load(max_context=400)
+    submit, runner.submit = runner.submit, lambda *a: time.sleep(0.02) or submit(*a)
+    with background_server(lambda report: Engine(runner, toy_tokenizer()), ServeSettings(port=0, shutdown_seconds=0.5)) as state:
+        with pytest.raises(httpx.ReadTimeout): httpx.post(state.url + '/v1/embeddings', json=dict(input=['x'] * 1000), timeout=0.3)
+        time.sleep(0.3)
+        steps = state.engine.work['steps']
+        time.sleep(0.3)
+        assert 0 < steps == state.engine.work['steps']
 
 MISTAKES = {'/v1/score': (dict(prompt='x', completion='y'), [dict(prompt=None), dict(completion=None), dict(completion=5), dict(completion=''), dict(completion_token_ids=[1]), dict(messages=[]), dict(messages=[None]), dict(prompt=[1.5]), dict(prompt=['a']), dict(top_logprobs=21), dict(top_logprobs='2'), dict(completion='y' * 500), dict(max_seconds='x')]),
             '/v1/embeddings': (dict(input='x'), [dict(input=5), dict(input=[]), dict(input=''), dict(input=[None]), dict(input=[1, 'x']), dict(input=[999]), dict(input='x' * 500), dict(dimensions=99), dict(dimensions='9'), dict(encoding_format='x'), dict(encoding_format=5), dict(pooling='x'), dict(model=5)]),

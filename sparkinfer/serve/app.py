@@ -146,9 +146,19 @@ async def answer(self: Exchange):
     context = Context(state.ready(), state.settings, state.created, state.store, state, path, dict(urllib.parse.parse_qsl(self.scope['query_string'].decode('latin-1'))), self.headers)
     if route.body is not None: self.body = await read_body(HttpRequest(self.scope, self.receive), int(state.settings.body_limit_mb * 1e6), state.settings.read_seconds)
     def prepare(): return route.prepare(parse(route.body, parse_json(self.body)) if route.body is not None else None, context)
-    made = await asyncio.get_running_loop().run_in_executor(self.app.readers if route.kind == 'answer' else None, prepare)
+    made = await (self.look_up(prepare, context) if route.kind == 'answer' else asyncio.to_thread(prepare))
     if not isinstance(made, Job): return await self.reply(200, to_json(made))
     await self.generate(context.engine, made)
+
+@patch
+async def look_up(self: Exchange, prepare, context):
+    "What `prepare` gives, in a thread; `context.gone` is set when the client leaves meanwhile"
+    async def watch():
+        while (await self.receive())['type'] != 'http.disconnect': pass
+        context.gone.set()
+    watcher = asyncio.create_task(watch())
+    try: return await asyncio.get_running_loop().run_in_executor(self.app.readers, prepare)
+    finally: watcher.cancel()
 
 @patch
 async def generate(self: Exchange, engine, job: Job):

@@ -7,7 +7,7 @@ __all__ = ['OPENAI', 'DONE', 'KEEP_ALIVE', 'text_json', 'ApiError', 'error_of', 
            'parse_json', 'Body', 'parse', 'to_json', 'sse', 'finite', 'Envelope']
 
 # %% ../../nbs/serve/00_protocol.ipynb #e855618f
-import asyncio, json, re
+import asyncio, json, re, threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +63,7 @@ class Context:
     path: dict = field(default_factory=dict)          # parameters in the path
     query: dict = field(default_factory=dict)
     headers: dict = field(default_factory=dict)       # names in lower case
+    gone: threading.Event = field(default_factory=threading.Event)    # set when the client of an 'answer' has left
 
 @dataclass(frozen=True)
 class Route:

@@ -94,7 +94,11 @@ def embedded(inputs: list, context: Context, pooling=None, dimensions=None, trun
     else: ids = [plain_ids(x, engine) if isinstance(x, str) else x for x in inputs]
     began, limit = time.perf_counter(), engine.limits.max_seconds                             # for all texts together
     left = lambda: None if limit is None else max(0.0, limit - (time.perf_counter() - began))
-    try: vectors = [engine.embed(x, pooling or card_of(engine).pooling, dimensions, left()) for x in ids]
+    vectors = []
+    try:
+        for x in ids:
+            if context.gone.is_set(): raise ApiError(499, 'the client has left')              # nobody reads for a reader who has gone
+            vectors.append(engine.embed(x, pooling or card_of(engine).pooling, dimensions, left()))
     except UnsupportedError as error: raise ApiError(501, str(error), 'not_implemented_error', code='embeddings_unsupported') from None
     return vectors, sum(map(len, ids))
 
