@@ -82,6 +82,7 @@ def _one(name, kind, help, value, labels=(), names=()):
     family.add_metric(labels, value)
     return family
 
+# %% ../../nbs/serve/08_metrics.ipynb #ef674ced
 class ServerMetrics:
     "Counts of one server; `render` gives Prometheus's text. `state`: the server's, with `.engine`; `connections()`: how many are open"
     def __init__(self, state, connections=lambda: 0):

@@ -104,6 +104,7 @@ def _found(self: RunningJob):
         if ended: self.open, self.full = self.open - 1, False                  # there may be a place now
     return found
 
+# %% ../../nbs/serve/07_running.ipynb #2510061f
 @patch
 async def news(self: RunningJob):
     "-> all that has come since the last call, [(index of the choice, event)], as soon as there is something; [] after a `poke`; None at the end"
