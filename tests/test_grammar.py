@@ -61,6 +61,7 @@ SCHEMAS = {
     'choice': {'anyOf': [{'type': 'object', 'properties': {'kind': {'const': 'dot'}, 'x': {'type': 'integer', 'multipleOf': 7}}, 'required': ['kind', 'x'], 'additionalProperties': False}, {'type': 'string', 'pattern': '^[a-f]{2,5}$'}]},
     'tree': {'$defs': {'node': {'type': 'object', 'properties': {'v': {'type': 'boolean'}, 'next': {'anyOf': [{'type': 'null'}, {'$ref': '#/$defs/node'}]}}, 'required': ['v', 'next'], 'additionalProperties': False}}, '$ref': '#/$defs/node'},
     'map': {'type': 'object', 'patternProperties': {'^n[0-9]$': {'type': 'integer'}}, 'additionalProperties': False},
+    'wide': {'type': 'object', 'properties': {f'p{i}': {'type': 'boolean'} for i in range(500)}, 'additionalProperties': False},
     'one of': {'oneOf': [{'type': 'integer', 'maximum': 99, 'minimum': 10}, {'type': 'boolean'}]},
     'all of': {'allOf': [{'type': 'object', 'properties': {'a': {'type': 'string', 'minLength': 2, 'maxLength': 6}}, 'required': ['a']}, {'properties': {'b': {'format': 'date', 'type': 'string'}}, 'required': ['b']}], 'additionalProperties': True},
 }
@@ -198,7 +199,8 @@ def test_hostile_schemas_are_over_soon(compiler, name, schema):
         constraint.allowed()
     assert time.process_time() - used < 3
 
-@pytest.mark.parametrize('source', ['start: r0\n' + ''.join(f'r{i}: r{i + 1} | "a"\n' for i in range(n)) + f'r{n}: "x"' for n in (400, 9000)] + ['start: ' + '(' * 90_000 + '"a"' + ')' * 90_000])
+@pytest.mark.parametrize('source', ['start: r0\n' + ''.join(f'r{i}: r{i + 1} | "a"\n' for i in range(n)) + f'r{n}: "x"' for n in (400, 9000)] + ['{"grammars": [{"lark_grammar": ' + json.dumps('start: r0\n' + ''.join(f'r{i}: r{i + 1} | "a"\n' for i in range(9000)) + 'r9000: "x"') + '}]}',
+    'start: %json ' + json.dumps({'$defs': {f'd{i}': {'$ref': f'#/$defs/d{i + 1}'} for i in range(4000)} | {'d4000': {}}, '$ref': '#/$defs/d0'}), 'start: %json {"type": "integer", "multipleOf": 999999937}'] + ['start: ' + '(' * 90_000 + '"a"' + ')' * 90_000])
 def test_hostile_grammars_are_over_soon(compiler, source):
     try: compiler.rules(SamplingParams(grammar=Grammar('lark', source))).start().allowed()
     except RequestError: pass
@@ -363,6 +365,29 @@ def test_choices_of_tools():
     assert tool_grammar(TOOLS, {'type': 'function', 'function': {'name': 'now'}}, True, markup) == tool_grammar(TOOLS, 'now', True, markup)
     for tools, choice, how in ((TOOLS, 'nobody', markup), ([], 'required', markup), (TOOLS, 'required', Markup())):
         with pytest.raises(RequestError): tool_grammar(tools, choice, True, how)
+
+@pytest.mark.parametrize('form', ['hermes', 'qwen_xml'])
+@pytest.mark.parametrize('content', [Grammar('json_schema', SCHEMAS['flat']), Grammar('json_object'), Grammar('regex', '[0-9]{3}/a'), Grammar('lark', 'start: "yes" | x\nx: "no"'), Grammar('gbnf', 'root ::= [0-9]+ "a"')])
+def test_a_call_or_an_answer_of_a_form(compiler, tokenizer, form, content):
+    "With tools on offer and a format for the answer: either, and nothing else"
+    markup, calls, others = Markup('', '', form), 0, []
+    params = SamplingParams(grammar=tool_grammar(TOOLS, 'auto', True, markup, content=content))
+    alone = compiler.rules(SamplingParams(grammar=content)).start().allowed()
+    first = compiler.rules(params).start().allowed()
+    assert (alone & ~first).max() == 0 and unpack_mask(first, tokenizer.vocab_size)[tokenizer.encode('<')[0]]
+    for seed in range(6):
+        text, how = walk(compiler, params, f'{form}{content.kind}{seed}', most=100)
+        parser = OutputParser(markup, tools=TOOLS)
+        parser.push(text), parser.finish(cut=how == 'length')
+        calls += bool(parser.calls)
+        if how == 'end' and not parser.calls: others.append(text)
+    for text in others:
+        if content.kind == 'json_schema': jsonschema.validate(json.loads(text), SCHEMAS['flat'])
+        if content.kind == 'json_object': assert isinstance(json.loads(text), dict)
+        if content.kind in ('regex', 'lark', 'gbnf'): assert re.fullmatch(r'[0-9]{3}/a|yes|no|[0-9]+a', text)
+    assert calls + len(others) > 1
+    with pytest.raises(RequestError) as caught: compiler.compile(tool_grammar(TOOLS, 'auto', True, markup, content=Grammar('json_schema', {'not': {}})))
+    assert caught.value.param == 'response_format'
 
 def test_strict_tools_among_free_text():
     "Text as the model likes, and calls that keep to the schema of tools that are strict; where calls begin with a token of their own"

@@ -8,7 +8,7 @@ __all__ = ['LARGEST_DEPTH', 'MOST_PARTS', 'MOST_PROPERTIES', 'MOST_RULES', 'LARG
            'lark_rules', 'gbnf_rules', 'in_bounds', 'GrammarCompiler', 'Mark', 'only', 'Rules', 'Constraint',
            'tool_grammar', 'tool_rules', 'hermes_rule', 'qwen_xml_rule', 'value_rule']
 
-# %% ../../nbs/engine/04_grammar.ipynb #5eca9fbc
+# %% ../../nbs/engine/04_grammar.ipynb #576dd21a
 import bisect, json, re, threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from ..errors import RequestError, SparkinferError
 from ..ops.sampling import pack_mask
 from ..text.reasoning_tools import Markup, as_json, json_types
 
-# %% ../../nbs/engine/04_grammar.ipynb #cefbb892
+# %% ../../nbs/engine/04_grammar.ipynb #70b2fd49
 class _Vocabulary:
     "What `TokenizerWrapper` asks for"
     def __init__(self, tokens, special_ids, ends, encode): self.tokens, self.special_token_ids, self.eos_token_id, self.bos_token_id, self._encode = tokens, special_ids, ends[0], None, encode
@@ -38,7 +38,7 @@ def library_tokenizer(tokenizer) -> tuple:
         special.append(ends[0])
     return LLTokenizer(TokenizerWrapper(_Vocabulary(tokens, special, ends, tokenizer.encode)), eos_token=ends), tokens, marks
 
-# %% ../../nbs/engine/04_grammar.ipynb #63ea8b82
+# %% ../../nbs/engine/04_grammar.ipynb #61cd36bd
 LARGEST_DEPTH, MOST_PARTS, MOST_PROPERTIES, MOST_RULES, LARGEST_MULTIPLE = 60, 5000, 500, 500, 2000
 COMPILE_SECONDS, COMPILE_STACK = 10, 128 << 20
 FORMATS = {'date-time', 'time', 'date', 'duration', 'email', 'hostname', 'ipv4', 'ipv6', 'uuid', 'uri'}
@@ -78,7 +78,7 @@ def _check_part(part, refuse):
     listed = len(part['required']) if isinstance(part.get('required'), list) else 0
     if (number('minProperties') or 0) > listed + 1: raise refuse(f"'minProperties' {part['minProperties']} cannot be enforced: it may be one more than the number of 'required' names")
 
-# %% ../../nbs/engine/04_grammar.ipynb #e5d9e4b8
+# %% ../../nbs/engine/04_grammar.ipynb #a8e5be54
 _SPACE = r'[\x20\x0A\x0D\x09]{1,40}'
 _JSON_OPTIONS = {'whitespace_pattern': _SPACE, 'lenient': False, 'coerce_one_of': False}
 
@@ -86,16 +86,20 @@ def json_rules(text, refuse) -> str:
     "A JSON schema, as text → the library's notation"
     try: schema = json.loads(text)
     except (ValueError, RecursionError) as error: raise refuse(f'the schema is not JSON: {error}') from None
-    try: return LLMatcher.grammar_from_json_schema(checked_schema(schema, refuse), overrides=_JSON_OPTIONS)
+    schema = checked_schema(schema, refuse)
+    try: return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
     except ValueError as error: raise refuse(f'the schema cannot be used: {_one_line(error)}') from None           # a number of more than 64 bits
 
 def lark_rules(text, refuse) -> str:
-    if text.count('\n') >= MOST_RULES: raise refuse(f'a grammar may have {MOST_RULES} lines')
+    "The library's notation, with bounds: its other one, in JSON, and what a schema inside could hide are left out"
+    if text.lstrip().startswith('{'): raise refuse('a grammar must be rules, as text')
+    if text.count('\n') >= MOST_RULES or text.count('{') > MOST_RULES: raise refuse(f'a grammar may have {MOST_RULES} lines and as many braces')
+    if '%json' in text and re.search(r'multipleOf|\\u', text): raise refuse(r"a schema inside of a grammar must have no 'multipleOf' and no \u: send it by itself")
     return LLMatcher.grammar_from_lark(text)
 
 def gbnf_rules(text, refuse) -> str:
     "llama.cpp's notation → the library's"
-    if text.count('\n') >= MOST_RULES: raise refuse(f'a grammar may have {MOST_RULES} lines')
+    if len(text) > MOST_RULES * 40: raise refuse(f'a grammar in this notation may have {MOST_RULES * 40:,} characters')
     try: return lark_rules(any_to_lark(text), refuse)
     except RequestError: raise
     except Exception as error: raise refuse(f'the grammar cannot be read: {_one_line(error)}') from None
@@ -105,8 +109,8 @@ RULES = {'json_object': lambda text, refuse: json_rules('{"type": "object"}', re
 
 def _one_line(error): return ' '.join(re.split('<state>|<non-verbose', str(error))[0].split())[:300]
 
-# %% ../../nbs/engine/04_grammar.ipynb #aa5cb6d3
-_LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)
+# %% ../../nbs/engine/04_grammar.ipynb #2cf63b3e
+_LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, max_items_in_row=10_000, verbose_errors=False)   # items: 500 optional properties need more than the usual 2,000
 _stack_size, _compilers = threading.Lock(), threading.BoundedSemaphore(2)
 
 def in_bounds(function, seconds=COMPILE_SECONDS):
@@ -128,7 +132,7 @@ def in_bounds(function, seconds=COMPILE_SECONDS):
     if error is not None: raise error
     return value
 
-# %% ../../nbs/engine/04_grammar.ipynb #44f00479
+# %% ../../nbs/engine/04_grammar.ipynb #4c413413
 class GrammarCompiler:
     "Matchers for the grammars of requests. Thread-safe; costs nothing until the first grammar comes"
     def __init__(self, tokenizer, size=64): # size: compiled grammars that are kept
@@ -154,7 +158,7 @@ class GrammarCompiler:
         "A matcher has failed: the next request compiles anew"
         with self._lock: self._kept.pop(grammar, None)
 
-# %% ../../nbs/engine/04_grammar.ipynb #4aae48d3
+# %% ../../nbs/engine/04_grammar.ipynb #c1200203
 @patch
 def load(self: GrammarCompiler):
     "The tokenizer as the library wants it, made when it is first needed: a second for 250,000 tokens"
@@ -174,6 +178,7 @@ def _compile(self: GrammarCompiler, grammar):
     "→ a matcher, or the RequestError that says why not: both are kept"
     refuse = lambda message: RequestError(message, grammar.param)
     library = self.load()
+    if grammar.kind == 'tools' and (content := json.loads(grammar.source)['content']) and isinstance(alone := self._compile(Grammar(*content)), RequestError): return alone
     try: rules = tool_rules(grammar.source, self.special, refuse) if grammar.kind == 'tools' else RULES[grammar.kind](grammar.source, refuse)
     except RequestError as error: return error
     matcher = LLMatcher(library, rules, log_level=0, limits=_LIMITS)
@@ -193,7 +198,7 @@ def beginning_with(self: GrammarCompiler, prefix: bytes) -> list:
     last = bisect.bisect_left(self.sorted, True, lo=first, key=lambda i: not self.tokens[i].startswith(prefix))
     return self.sorted[first:last]
 
-# %% ../../nbs/engine/04_grammar.ipynb #2a4f1ffe
+# %% ../../nbs/engine/04_grammar.ipynb #9d41cae3
 class Mark:
     "A text, given as token ids, found in a stream of bytes however it is cut"
     def __init__(self, ids, tokenizer):
@@ -213,7 +218,7 @@ class Mark:
             if matched == len(self.text): return matched, place
         return matched, -1
 
-# %% ../../nbs/engine/04_grammar.ipynb #f718f541
+# %% ../../nbs/engine/04_grammar.ipynb #7858a5ed
 NOTHING = np.empty(0, np.uint32)                                                # no mask: everything is allowed
 _WORD, _BIT = 5, 31                                                             # of a token id: its word in a mask, its bit there
 
@@ -250,7 +255,7 @@ def rules(self: GrammarCompiler, params # SamplingParams
     else: phase = 'begin' if reasoning.open else 'rules'
     return Rules(self, grammar, matcher, reasoning, self.mark(reasoning.open) if phase == 'begin' else None, self.mark(close, matcher is not None), phase, params.ignore_eos)
 
-# %% ../../nbs/engine/04_grammar.ipynb #206b5f52
+# %% ../../nbs/engine/04_grammar.ipynb #6f8b1074
 @patch
 def mark(self: GrammarCompiler, ids: tuple, waiting=False) -> Mark | None: # waiting: with the masks of those who wait for it
     if not ids: return None
@@ -271,7 +276,7 @@ def _waiting_mask(self: GrammarCompiler, mark, matched):
     beyond = [i for i in beyond if 0 < mark.advance(matched, self.tokens[i])[1] < len(self.tokens[i])]
     return ~self.ends & ~only(beyond, self.words)
 
-# %% ../../nbs/engine/04_grammar.ipynb #04f08533
+# %% ../../nbs/engine/04_grammar.ipynb #b3e635f1
 class Constraint:
     "What may come next in one answer: ask `allowed` before a draw, tell `accept` the token after it"
     def __init__(self, rules: Rules):
@@ -312,7 +317,7 @@ class Constraint:
         self.rules.compiler.forget(self.rules.grammar)                          # its automaton may have grown too large: the next request begins with a new one
         raise SparkinferError(f'the answer was broken off: {why}')
 
-# %% ../../nbs/engine/04_grammar.ipynb #11c46ab4
+# %% ../../nbs/engine/04_grammar.ipynb #253d4f09
 @patch
 def accept(self: Constraint, token: int):
     "The token that was drawn. Raises SparkinferError if it was not allowed"
@@ -362,23 +367,26 @@ def line_breaks(self: GrammarCompiler, most: int) -> list:
     "Ids of the tokens that are one to `most` line breaks"
     return [i for i in self.beginning_with(b'\n') if len(self.tokens[i]) <= most and not self.tokens[i].strip(b'\n')]
 
-# %% ../../nbs/engine/04_grammar.ipynb #0f6d49b5
+# %% ../../nbs/engine/04_grammar.ipynb #b8391c85
 def tool_grammar(tools,          # OpenAI-shaped: {'type': 'function', 'function': {'name', 'parameters', 'strict'}}
                  choice,         # 'required', {'name': NAME} or NAME; 'auto' and 'none' have rules only for strict tools and none at all
                  parallel: bool, # more than one call
                  markup: Markup,
-                 after=()        # token ids, see `Grammar`
+                 after=(),       # token ids, see `Grammar`
+                 content: Grammar | None = None # with 'auto': what the answer must look like if it calls nothing
                 ) -> Grammar | None:
     "What an answer must look like in which tools are called. Raises RequestError (param 'tools' or 'tool_choice')"
     functions = [tool.get('function', tool) for tool in tools]
-    if choice == 'none' or (choice == 'auto' and not any(f.get('strict') for f in functions)): return None
+    if choice == 'none' or (choice == 'auto' and content is None and not any(f.get('strict') for f in functions)): return None
     if not markup.call_format: raise RequestError('this model has no way to call tools: its chat template does not say how', 'tools')
     name = choice.get('name', (choice.get('function') or {}).get('name')) if isinstance(choice, dict) else None if choice in ('required', 'auto') else choice
     if name is not None: functions = [f for f in functions if f['name'] == name]
     if not functions: raise RequestError('a call is required, and there is no tool' + ('' if name is None else f' of the name {name!r}'), 'tool_choice')
-    schemas = {f['name']: f.get('parameters') if choice != 'auto' or f.get('strict') else None for f in functions}
+    nothing = {'type': 'object', 'properties': {}, 'additionalProperties': False}
+    schemas = {f['name']: None if choice == 'auto' and not f.get('strict') else nothing if f.get('parameters') is None else f['parameters'] for f in functions}      # None: any arguments
     if len(schemas) < len(functions): raise RequestError('two tools have the same name', 'tools')
-    return Grammar('tools', json.dumps({'format': markup.call_format, 'free': choice == 'auto', 'parallel': bool(parallel), 'tools': schemas}), after)
+    return Grammar('tools', json.dumps({'format': markup.call_format, 'free': choice == 'auto' and content is None, 'parallel': bool(parallel), 'tools': schemas,
+                                        'content': [content.kind, content.source] if choice == 'auto' and content is not None else None}), after)
 
 def tool_rules(source, special, refuse) -> str:
     "The source of a `tool_grammar` → the library's notation. special: ids of special tokens by their bytes"
@@ -388,8 +396,9 @@ def tool_rules(source, special, refuse) -> str:
     for i, (name, schema) in enumerate(said['tools'].items()):
         of_tool = lambda message: refuse(f'tool {name!r}: {message}')
         if not name or re.search(r'[<>\s\x00-\x1f"\\]', name): raise of_tool('its name cannot be written in a call')
-        schema = checked_schema(schema if schema else {}, of_tool)
-        if schema.setdefault('type', 'object') != 'object': raise of_tool("its parameters must be of type 'object'")
+        if schema is not None:
+            schema = checked_schema(schema, of_tool)
+            if schema.setdefault('type', 'object') != 'object': raise of_tool("its parameters must be of type 'object'")
         rules.add(f'tool{i}', CALL_RULES[said['format']](rules, f'tool{i}', name, schema, of_tool))
     rules.add('call', f'{literal("<tool_call>")} "\\n" ({" | ".join(f"tool{i}" for i in range(len(said["tools"])))}) "\\n" {literal("</tool_call>")}')
     more = '*' if said['parallel'] else '?' if said['free'] else ''
@@ -397,25 +406,39 @@ def tool_rules(source, special, refuse) -> str:
         if b'<tool_call>' in special: rules.add('start', f'TEXT? (call TEXT?){more}')
         else: raise refuse("'strict' tools need a model whose vocabulary has a token for <tool_call>, or a required call")
         rules.add('TEXT', r'/(?s:.+)/')
-    else: rules.add('start', f'call ("\\n" call)*' if more else 'call')
-    return LLMatcher.grammar_from_lark(rules.text())
+    else: rules.add('start', ('content | ' if said['content'] else '') + ('call ("\\n" call)*' if more else 'call'))
+    return rules.finish(*said['content'] or (), refuse=refuse)
 
-# %% ../../nbs/engine/04_grammar.ipynb #03faf9f3
+# %% ../../nbs/engine/04_grammar.ipynb #d171c45f
 class _Lark:
     "Rules of a grammar, by name"
     def __init__(self): self.rules = {}
     def add(self, name, body): self.rules[name] = body; return name
     def json(self, name, schema): return self.add(name, '%json ' + json.dumps({**schema, 'x-guidance': _JSON_OPTIONS}))
-    def text(self): return ''.join(f'{name}: {body}\n' for name, body in self.rules.items())
+
+    def finish(self, kind=None, source='', refuse=None):
+        "The whole, in the library's notation, with a rule `content` of another grammar's kind and source"
+        others = []
+        if kind in ('json_object', 'json_schema'): self.json('content', checked_schema(json.loads(source) if kind == 'json_schema' else {'type': 'object'}, refuse))
+        elif kind == 'regex': self.add('CONTENT', f'/{regex_to_lark(source, "")}/'); self.add('content', 'CONTENT')
+        elif kind is not None:
+            others = [{'lark_grammar': RULES[kind](source, refuse)}]
+            self.add('content', '@content')
+        text = ''.join(f'{name}: {body}\n' for name, body in self.rules.items())
+        return json.dumps({'grammars': [{'name': 'calls', 'lark_grammar': text}, *({**g, 'name': 'content'} for g in others)]})
 
 def _quoted(text): return json.dumps(text, ensure_ascii=False)
 
 def hermes_rule(rules, rule, name, schema, refuse):
+    schema = {'type': 'object'} if schema is None else schema
     return f'{_quoted(json.dumps({"name": name}, ensure_ascii=False)[:-1])} ", \\"arguments\\": " {rules.json(rule + "_arguments", schema)} "}}"'
 
 _OBJECT_KEYS = {'type', 'properties', 'required', 'additionalProperties', '$defs', 'definitions', 'title', 'description', 'default', 'examples', 'strict', '$id', '$comment'}
 
 def qwen_xml_rule(rules, rule, name, schema, refuse):
+    if schema is None:
+        rules.add('PARAMETER', rf'/<parameter=[^<>\n]+>\n/ ({_ANY} & {_NO_TAG}) {_END}')
+        return f'"<function={name}>\\n" PARAMETER* "</function>"'
     if extra := sorted(schema.keys() - _OBJECT_KEYS): raise refuse(f'{extra[0]!r} of all parameters together cannot be enforced in this model\'s way to call tools')
     properties, required = schema.get('properties') or {}, schema.get('required') or []
     if not isinstance(properties, dict) or not isinstance(required, list) or not all(isinstance(n, str) for n in required) or not all(isinstance(p, (dict, bool)) for p in properties.values()): raise refuse("'required' must be a list of names, and each of 'properties' a schema")
@@ -431,7 +454,7 @@ def qwen_xml_rule(rules, rule, name, schema, refuse):
 
 CALL_RULES = {'hermes': hermes_rule, 'qwen_xml': qwen_xml_rule}
 
-# %% ../../nbs/engine/04_grammar.ipynb #227a54a1
+# %% ../../nbs/engine/04_grammar.ipynb #512c4027
 _END = r'"\n</parameter>\n"'
 _REMARKS = {'type', 'title', 'description', 'default', 'examples', 'deprecated', 'readOnly', 'writeOnly', '$comment', 'format', 'contentEncoding', 'contentMediaType'}
 _ANY, _NO_TAG = r'/(?s:.*)/', r'~/(?s:.*)<\/(parameter|function)>(?s:.*)/'
