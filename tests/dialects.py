@@ -10,7 +10,7 @@ from support import ScriptedRunner, TinyTokenizer, TEMPLATE, scripted_engine, th
 def call(name, **arguments): return f'<tool_call>\n{json.dumps(dict(name=name, arguments=arguments), ensure_ascii=False)}\n</tool_call>'
 
 SAID = {   # what the model says to a prompt that holds the key: a token for each byte, so that every character may be cut
-    'greet': 'Hello there!', 'family': '👩‍👩‍👧 and 歪 and é', 'letters': 'L M N O P Q R', 'nothing': '', 'an object': '{"a": [1, "é"]}', 'ends in xy': 'some xy',
+    'greet': 'Hello there!', 'family': '👩‍👩‍👧 and 歪 and é', 'letters': 'L M N O P Q R', 'nothing': '', 'name the sky': '{"sky": "blue"}', 'an object': '{"a": [1, "é"]}', 'ends in xy': 'some xy',
     'ponder': '<think>\nHm, two and two.\n</think>\n\nIt is 4.',
     'look outside': 'I look.\n' + call('weather', city='Pa"r\nis é', days=[1, {'a': None}]),
     'two at once': '<think>\nTwo of them.\n</think>\n\n' + call('weather', city='Oslo') + '\n' + call('clock'),

@@ -1,6 +1,6 @@
 """The real `anthropic` client against a live server on a real socket: what it adds up from a stream must be the answer that is not streamed, and what it is strict about must be right"""
-import itertools, json, threading, time
-import anthropic, httpx, pytest
+import asyncio, itertools, json, threading, time
+import anthropic, httpx, openai, pydantic, pytest
 from dialects import BROKEN, SAID, SCHEMA, engine, failing, raw_events, requests_seen, serving
 from support import slowly
 
@@ -264,3 +264,25 @@ def test_a_request_as_coding_agents_send_it(client):
                   dict(role='user', content=[dict(type='tool_result', tool_use_id='toolu_1', content=[dict(type='text', text='noon')], is_error=False, **marked), dict(type='text', text='greet me', **marked)])],
         extra_body=dict(context_management=dict(edits=[dict(type='clear_thinking_20251015', keep='all')]), temperature=1, betas=['x']), extra_query=dict(beta='true'))
     assert message.stop_reason in ('end_turn', 'max_tokens', 'tool_use')
+
+XML = '<think>\nTwo.\n</think>\n\nI look.\n<tool_call>\n<function=weather>\n<parameter=city>\nPa"r\nis é 👍\n</parameter>\n<parameter=days>\n[1, {"a": null}]\n</parameter>\n</function>\n</tool_call>'
+
+def test_calls_written_as_xml_become_json_and_may_be_cut_anywhere():
+    from support import scripted_engine, thinking_template
+    with serving(lambda report: scripted_engine({'go': XML}, template=thinking_template('qwen_xml', opens=False))) as state, anthropic.Anthropic(base_url=state.url, api_key='none') as c:
+        for limit in range(3, len(XML.encode()) - 20, 7): both(c, 'go', max_tokens=limit)
+        whole = both(c, 'go')
+        assert [b.type for b in whole.content] == ['thinking', 'text', 'tool_use'] and whole.content[2].input == {'city': 'Pa"r\nis é 👍', 'days': [1, {'a': None}]}
+
+def test_many_streams_of_two_apis_at_once_and_the_helpers_that_parse(server, client):
+    class Thing(pydantic.BaseModel): sky: str
+    assert client.messages.parse(**dict(asked('name the sky', tools=[]), output_format=Thing)).parsed_output.sky == 'blue'
+    with openai.OpenAI(base_url=server.url + '/v1', api_key='none') as c: assert c.responses.parse(model='m', input='name the sky', text_format=Thing, temperature=0).output_parsed.sky == 'blue'
+    async def many():
+        async with openai.AsyncOpenAI(base_url=server.url + '/v1', api_key='none') as ours, anthropic.AsyncAnthropic(base_url=server.url, api_key='none') as theirs:
+            async def one(number):
+                if number % 2:
+                    async with theirs.messages.stream(**asked('family')) as stream: return await stream.get_final_text()
+                async with ours.responses.stream(model='m', input='family', temperature=0) as stream: return (await stream.get_final_response()).output_text
+            return await asyncio.gather(*map(one, range(40)))
+    assert set(asyncio.run(many())) == {SAID['family']}
