@@ -70,13 +70,13 @@ def test_weights_are_requested_before_the_wait():
     before, after = code.split('griddepcontrol.wait')
     assert before.count('ld.global.L1::no_allocate.v4') == 2 and 'no_allocate' not in after and 'ld.global.nc' not in code
 
-HOT = '[fat_kernel("Q8_0", 2048, 1, 2, 2, buffers=2), fat_kernel("Q8_0", 4096, 1, 1, 4, "heads", True), fat_kernel("Q4_K", 5120, 1, 1, 3, block=1024), fat_kernel("Q6_K", 17408, 1, 1, 6, "copy", True, block=768), attend_kernel(16, 2, 256, 64, 64), attend_kernel(24, 4, 256, 64, 32, kv="int8"), combine_kernel(16, 2, 256, 64), delta_step_kernel(16, 32, 128, 128, 4, True, noted=True), delta_rows_kernel(16, 48, 128, 128, True), router_kernel("Q8_0", 2048, 512, 256, 8, 512), experts_up_kernel("Q4_K", 2048, 512, 256, 8, down="Q5_K"), experts_down_kernel("Q5_K", "Q8_0", 2048, 512, 256, 8, 512), jobs_kernel(256, 8, 32), jobs_down_kernel("Q5_K", 2048, 512), rows_kernel("Q8_0", 2048, 4, 2, resident=2)]'
+HOT = '[fat_kernel("Q8_0", 2048, 1, 2, 2, buffers=2), fat_kernel("Q8_0", 4096, 1, 1, 4, "heads", True), fat_kernel("Q4_K", 5120, 1, 1, 3, block=1024), fat_kernel("Q6_K", 17408, 1, 1, 6, "copy", True, block=768), attend_kernel(16, 2, 256, 64, 64), attend_kernel(24, 4, 256, 64, 32, kv="int8"), combine_kernel(16, 2, 256, 64), delta_step_kernel(16, 32, 128, 128, 4, True, noted=True), delta_rows_kernel(16, 48, 128, 128, True), router_kernel("Q8_0", 2048, 512, 256, 8, 512), experts_up_kernel("Q4_K", 2048, 512, 256, 8, down="Q5_K"), experts_down_kernel("Q5_K", "Q8_0", 2048, 512, 256, 8, 512), jobs_kernel(256, 8, 32), jobs_down_kernel("Q5_K", 2048, 512), rows_kernel("Q8_0", 2048, 4, 2, resident=2), pairs_up_kernel("Q4_K", 2048, 512, 8)[0], pairs_down_kernel("Q5_K", 2048, 512, 2)[0], weigh_kernel, gather_kernel, decide_kernel]'
 
 @needs_numba_cuda
 @pytest.mark.parametrize('capability', [(9, 0), (12, 0)], ids=lambda c: f'sm_{c[0]}{c[1]}')
 def test_the_kernels_of_a_step_do_not_spill(capability):
     "A register array that went to local memory would cost a step a third of its speed, and no check would see it"
-    for module in ('attention', 'fused', 'gated_deltanet', 'moe_routing', 'rows'): exec(f'from sparkinfer.cuda.{module} import *', globals())
+    for module in ('attention', 'fused', 'gated_deltanet', 'moe_routing', 'rows', 'sampling'): exec(f'from sparkinfer.cuda.{module} import *', globals())
     for kernel in eval(HOT):
         used = kernel.resources(capability)
         assert used.spills <= (0 if capability == (9, 0) else 64) and used.shared <= 49152, (kernel.name, used)     # tuned where it was measured; the other target may lay aside a few words
@@ -107,6 +107,9 @@ def test_jobs_cover_every_pair_once():
     assert jobs[:, 0].tolist() == [0, 1, 1, 2, 3, 5] and jobs[:, 1].tolist() == [1, 8, 3, 1, 1, 8]
     assert sorted(p for job in jobs for p in job[8:8 + job[1]]) == list(range(ids.size))
     assert all(ids.reshape(-1)[p] == job[0] for job in jobs for p in job[8:8 + job[1]])
+    pairs = jobs_spec(ids, 8, 2)
+    pairs = pairs[pairs[:, 0] >= 0]
+    assert pairs[:, 0].tolist() == [0] + [1] * 6 + [2, 3] + [5] * 4 and pairs[:, 1].sum() == ids.size and pairs[:, 1].max() == 2
 
 @needs_numba_cuda
 def test_a_machine_without_a_driver_is_told_so():

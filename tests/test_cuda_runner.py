@@ -39,6 +39,23 @@ def test_refusals():
     with pytest.raises(UnsupportedError, match='heads of 18'): runner.choose_kernels()
 
 @needs_numba_cuda
+def test_who_draws():
+    "On the card what it can, else the host: a mask or logprobs that the card ignored would be a wrong token, not an error"
+    import numpy as np
+    from sparkinfer.models.cuda_runner import CudaRunner
+    from sparkinfer.ops.sampling import SampleSpec
+    runner, two, warm = CudaRunner(), np.arange(2), SampleSpec(temperature=1.)
+    def drawing(*specs, places=two): return runner.draws_of(list(specs), np.unique(places), places)[0]
+    assert drawing(SampleSpec(), SampleSpec()) == (False, False, False) and drawing(warm, SampleSpec()) == (False, True, False)
+    assert drawing(warm, SampleSpec(temperature=.5, top_p=.9)) == (False, True, True)
+    assert drawing(warm, SampleSpec(presence_penalty=.1, history_ids=np.array([3], np.int32))) == (True, True, False)
+    assert drawing(warm, SampleSpec(num_logprobs=0)) is None and drawing(warm, SampleSpec(allowed=np.array([1], np.uint32))) is None
+    assert drawing(warm, warm, warm, places=np.array([0, 1, 1])) is None and drawing(*[SampleSpec()] * 3, places=np.array([0, 1, 1])) == (False, False, False)
+    specs = SampleSpec(temperature=.5, seed=1), SampleSpec(temperature=.25, seed=2)
+    swapped = runner.draws_of(list(specs), two, np.array([1, 0]))[1]
+    assert swapped[:, 8:16].copy().view(np.float64).reshape(-1).tolist() == [4, 2]                # records stand in the order of the computed rows
+
+@needs_numba_cuda
 def test_no_driver():
     if Path('/dev/nvidia0').exists(): pytest.skip('there is a GPU here')
     done = python('from sparkinfer.models.cuda_check import small_hybrid\nfrom sparkinfer.models.cuda_runner import CudaRunner\nCudaRunner().load(small_hybrid(), max_context=16)', NUMBA_ENABLE_CUDASIM='0')

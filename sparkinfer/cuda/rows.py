@@ -468,7 +468,7 @@ def add_parts_kernel(hidden, experts, chosen, shared):
         if column < hidden: store_f32(h + 4 * (token * hidden + column), total)
     return Kernel(add_parts, *[types.int64] * 5, name=f'add_parts_{hidden}_{experts}_{chosen}_{int(bool(shared))}')
 
-# %% ../../nbs/cuda/08_rows.ipynb #29e6a65a
+# %% ../../nbs/cuda/08_rows.ipynb #561ebe37
 def row_copies(name, columns, rows):
     "(bytes, begin, fetch) of `rows` neighbouring rows of W in shared memory. begin(place, low, high, scale, extra, row, lane): a warp asks for them; fetch(raw, place, index, at): unit `index` of them into raw[at]"
     sizes = plane_bytes(KINDS[name], rows, columns)
@@ -549,7 +549,7 @@ def folded(count, lanes):
     def one(v, lane): return warp_sum(v[0], lanes)
     return {1: one, 2: two, 4: four}[count]
 
-# %% ../../nbs/cuda/08_rows.ipynb #fb231f22
+# %% ../../nbs/cuda/08_rows.ipynb #a44d1764
 PLACES = 3                  # of a warp's ring
 PAIR_BLOCKS = 132           # multiprocessors of a large card; on a smaller one some blocks wait for their turn
 
@@ -603,7 +603,7 @@ def pair_kernel(name, hidden_shape, places_each, place_bytes, most, warps, resid
 
 def warps_for(place_bytes): return next(w for w in (4, 2, 1) if w * PLACES * place_bytes <= 49152)
 
-# %% ../../nbs/cuda/08_rows.ipynb #effde236
+# %% ../../nbs/cuda/08_rows.ipynb #82fe49c0
 @lru_cache(None)
 def pairs_up_kernel(name, hidden, width, chosen, rows=2, resident=None):
     "silu(gate · x) · (up · x) of all pairs: four planes of the stack (each expert: `width` rows of gate, then of up), tiled records (tokens), jobs of `pairs_at_once`, middles (pairs, width) float32. A place is `rows` rows of gate and the same of up"
@@ -653,7 +653,7 @@ def pairs_up(name, hidden, width, chosen, pairs, *values, stream=None, **options
     kernel, warps, resident = pairs_up_kernel(name, hidden, width, chosen, **options)
     kernel.launch(min(-(-pairs * width // (4 * warps)), PAIR_BLOCKS * resident), 32 * warps, *values, stream=stream, dependent=True)
 
-# %% ../../nbs/cuda/08_rows.ipynb #57d982ea
+# %% ../../nbs/cuda/08_rows.ipynb #0a33e771
 def rows_at_once(name, width):
     "How many rows of `down` make a place: up to 3 kB, whole 16-byte pieces, one, two or four for each group of lanes. None: there is no such number"
     kind, groups = KINDS[name], 32 // lanes_for(KINDS[name], width)

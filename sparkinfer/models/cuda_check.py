@@ -161,7 +161,7 @@ def check_faults(weights, ids):
     assert isinstance(drawn.errors[0], SamplingError) and drawn.tokens[2] == done.tokens[1] and np.isfinite(drawn.logprobs[2]) and len(drawn.top[2][0]) == 2
     return 'NaN in one row of three'
 
-# %% ../../nbs/models/05_cuda_check.ipynb #1d3e597b
+# %% ../../nbs/models/05_cuda_check.ipynb #53118add
 def check_draws(weights, ids, count=20, steps=3):
     "The same prompts in two halves of the slots: logits of the one, tokens drawn on the card from the other, with every kind of request"
     from sparkinfer.cuda.check import random_specs
@@ -205,7 +205,7 @@ def check_ahead(weights, ids, count=3, rounds=10, steps=100):
     runner.close()
     return f'{rounds * steps} steps of {count} sequences, the same tokens; free memory {free[-1] - free[0]:+,} bytes' if free else f'{rounds * steps} steps of {count} sequences, the same tokens'
 
-# %% ../../nbs/models/05_cuda_check.ipynb #192cb62c
+# %% ../../nbs/models/05_cuda_check.ipynb #a7f5da58
 def check_ties(weights, ids, kv, count=32, steps=24):
     "The spec's greedy answers to `count` prompts: where this runner would say another token, the two best logits of the spec must lie closer together than the runners' logits do. With keys in float32 that is nowhere"
     runner, spec, ties, errors = CudaRunner(kv_type=kv).load(weights, max_context=144, num_slots=1), SpecRunner().load(weights, max_context=144, num_slots=1), 0, []

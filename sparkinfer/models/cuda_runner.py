@@ -619,7 +619,7 @@ def draws_of(self: CudaRunner, sampling, wanted, places):
     penalised, weighed = needs(specs)
     return (penalised, True, weighed), records, entries
 
-# %% ../../nbs/models/05_cuda_runner.ipynb #6c5a21e8
+# %% ../../nbs/models/05_cuda_runner.ipynb #9c0d67c9
 class Pending:
     "A step whose tokens are still on the card"
     def __init__(self, runner, sampling, places, count): self.sampling, self.places, self.tokens, self.parts, self.done = sampling, places, np.zeros(count, np.int64), [], None
