@@ -19,6 +19,7 @@ SAID = {   # the prompt ends inside of reasoning
     'letters': ['</think>', '\n\n', 'L M', ' N O', ' P', ' Q', ' R'],
     'one call': ['It', ' is', ' asked.', '\n', '</think>', '\n\n', *called('weather', city='Pa"ris €', days=[1, {'a': None}])],
     'two calls': 'Both.\n</think>\n\nLet me see.\n' + called('weather', city='Oslo') + '\n' + called('clock'),
+    'straight': 'Hm.\n</think>\n\n' + called('weather', city='Oslo') + '\n' + called('clock'),
     'call in thought': 'I could say ' + called('weather', city='X') + ' but no.\n</think>\n\nNo call.',
     'only thought': 'I think and think',
     'nothing': '</think>\n\n',
@@ -140,6 +141,17 @@ def test_formats_hold_too(client):
         assert both(client, 'plain', max_tokens=1000, extra_body=knobs)[0].content == text
     raw = client.completions.create(model='m', prompt='plain', temperature=0, extra_body=dict(guided_regex='a{3}'))
     assert raw.choices[0].text == 'aaa'
+
+def test_tools_and_a_format(client):
+    "Either calls or text of that format: frameworks ask for both, an agent's tools and the shape of its last word"
+    exact = dict(type='object', properties=dict(x=dict(const=5)), required=['x'], additionalProperties=False)
+    knobs = dict(tools=TOOLS, response_format=dict(type='json_schema', json_schema=dict(name='x', schema=exact)), max_tokens=1000)
+    m = both(client, 'plain', logit_bias={str(ord('<')): -9}, **knobs)[0]                     # where all that is allowed is equally likely, the first byte would be that of a tag
+    assert json.loads(m.content) == dict(x=5) and m.calls == [] and m.reason == 'stop'
+    m = both(client, 'plain', tool_choice='none', **knobs)[0]
+    assert json.loads(m.content) == dict(x=5)
+    m = both(client, 'straight', **knobs)[0]
+    assert [(c[1], json.loads(c[2])) for c in m.calls] == [('weather', dict(city='Oslo')), ('clock', {})] and m.content == '' and m.reason == 'tool_calls'
 
 MISTAKES = [   # (fields, param)
     (dict(tools=5), 'tools'), (dict(tools=[None]), 'tools'), (dict(tools=[{}]), 'tools'), (dict(tools=[dict(type='web_search')]), 'tools'), (dict(tools=[tool('a b')]), 'tools'), (dict(tools=[tool(), tool()]), 'tools'), (dict(tools=[tool(x=5)]), 'tools'), (dict(tools=[tool(x=dict(type='text'))]), 'tools'),

@@ -214,7 +214,7 @@ def schema_fault(schema, place='parameters', depth=0) -> str | None:
     inner += [(f'{place}.items', part) for part in (items if isinstance(items, list) else [items] if items is not None else [])]
     return next(filter(None, (schema_fault(part, where, depth + 1) for where, part in inner)), None)
 
-# %% ../../nbs/serve/01_chat.ipynb #a70b0bf9
+# %% ../../nbs/serve/01_chat.ipynb #d8afc175
 def check_tools(tools: list):
     "ApiError 400 for tools that cannot be offered"
     bad = lambda place, what: ApiError(400, f"'{place}' {what}", param='tools')
@@ -272,10 +272,7 @@ def chat_prompt(call: ChatCall, engine) -> Prompt:
 def constrained(call: ChatCall, prompt: Prompt, tokenizer) -> SamplingParams:
     "The call's parameters with its grammar and its reasoning"
     grammar, markup, choice = call.format, prompt.markup, call.tool_choice
-    if prompt.tools and choice == 'auto' and grammar is not None:
-        raise ApiError(400, 'tools and a format of the text together are not supported: leave one of them out, or set \'tool_choice\' to "none" or "required"',
-                       param='response_format', code='unsupported_parameter')
-    if prompt.tools: grammar = tool_grammar(prompt.tools, choice, call.parallel_tool_calls, markup) or grammar
+    if prompt.tools: grammar = tool_grammar(prompt.tools, choice, call.parallel_tool_calls, markup, content=grammar if choice == 'auto' else None) or grammar
     if not markup.think_close: return replace(call.params, grammar=grammar)
     close, open = (tuple(tokenizer.encode(text, special=True, add_bos=False)) for text in (markup.think_close, markup.think_open))
     off = call.thinking is False or call.effort == 'none' or call.budget == 0
