@@ -8,7 +8,7 @@ __all__ = ['LARGEST_DEPTH', 'MOST_PARTS', 'MOST_PROPERTIES', 'MOST_RULES', 'LARG
            'lark_rules', 'gbnf_rules', 'in_bounds', 'GrammarCompiler', 'Mark', 'only', 'Rules', 'Constraint',
            'tool_grammar', 'tool_rules', 'hermes_rule', 'qwen_xml_rule', 'value_rule']
 
-# %% ../../nbs/engine/04_grammar.ipynb #576dd21a
+# %% ../../nbs/engine/04_grammar.ipynb #7fe2caba
 import bisect, json, re, threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -22,10 +22,11 @@ from ..errors import RequestError, SparkinferError
 from ..ops.sampling import pack_mask
 from ..text.reasoning_tools import Markup, as_json, json_types
 
-# %% ../../nbs/engine/04_grammar.ipynb #70b2fd49
+# %% ../../nbs/engine/04_grammar.ipynb #123c6049
 class _Vocabulary:
     "What `TokenizerWrapper` asks for"
-    def __init__(self, tokens, special_ids, ends, encode): self.tokens, self.special_token_ids, self.eos_token_id, self.bos_token_id, self._encode = tokens, special_ids, ends[0], None, encode
+    bos_token_id = None
+    def __init__(self, tokens, special_ids, ends, encode): self.tokens, self.special_token_ids, self.eos_token_id, self._encode = tokens, special_ids, ends[0], encode
     def __call__(self, text): return self._encode(text.decode('utf-8', 'replace') if isinstance(text, bytes) else text)
 
 def library_tokenizer(tokenizer) -> tuple:
@@ -38,7 +39,7 @@ def library_tokenizer(tokenizer) -> tuple:
         special.append(ends[0])
     return LLTokenizer(TokenizerWrapper(_Vocabulary(tokens, special, ends, tokenizer.encode)), eos_token=ends), tokens, marks
 
-# %% ../../nbs/engine/04_grammar.ipynb #61cd36bd
+# %% ../../nbs/engine/04_grammar.ipynb #03a2be07
 LARGEST_DEPTH, MOST_PARTS, MOST_PROPERTIES, MOST_RULES, LARGEST_MULTIPLE = 60, 5000, 500, 500, 2000
 COMPILE_SECONDS, COMPILE_STACK = 10, 128 << 20
 FORMATS = {'date-time', 'time', 'date', 'duration', 'email', 'hostname', 'ipv4', 'ipv6', 'uuid', 'uri'}
@@ -76,9 +77,10 @@ def _check_part(part, refuse):
         digits = int(''.join(map(str, Decimal(repr(multiple)).normalize().as_tuple().digits)))      # 0.25 counts as 25: so large is the automaton
         if max(abs(multiple), digits) > LARGEST_MULTIPLE: raise refuse(f"'multipleOf' {multiple} cannot be enforced: its digits may make up {LARGEST_MULTIPLE:,} at most")
     listed = len(part['required']) if isinstance(part.get('required'), list) else 0
-    if (number('minProperties') or 0) > listed + 1: raise refuse(f"'minProperties' {part['minProperties']} cannot be enforced: it may be one more than the number of 'required' names")
+    if (number('minProperties') or 0) > listed + 1:
+        raise refuse(f"'minProperties' {part['minProperties']} cannot be enforced: it may be one more than the number of 'required' names")
 
-# %% ../../nbs/engine/04_grammar.ipynb #a8e5be54
+# %% ../../nbs/engine/04_grammar.ipynb #9bdd3d70
 _SPACE = r'[\x20\x0A\x0D\x09]{1,40}'
 _JSON_OPTIONS = {'whitespace_pattern': _SPACE, 'lenient': False, 'coerce_one_of': False}
 
@@ -109,8 +111,9 @@ RULES = {'json_object': lambda text, refuse: json_rules('{"type": "object"}', re
 
 def _one_line(error): return ' '.join(re.split('<state>|<non-verbose', str(error))[0].split())[:300]
 
-# %% ../../nbs/engine/04_grammar.ipynb #2cf63b3e
-_LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, max_items_in_row=10_000, verbose_errors=False)   # items: 500 optional properties need more than the usual 2,000
+# %% ../../nbs/engine/04_grammar.ipynb #1dbfbd17
+# items: 500 optional properties need more than the usual 2,000
+_LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, max_items_in_row=10_000, verbose_errors=False)
 _stack_size, _compilers = threading.Lock(), threading.BoundedSemaphore(2)
 
 def in_bounds(function, seconds=COMPILE_SECONDS):
@@ -132,7 +135,7 @@ def in_bounds(function, seconds=COMPILE_SECONDS):
     if error is not None: raise error
     return value
 
-# %% ../../nbs/engine/04_grammar.ipynb #4c413413
+# %% ../../nbs/engine/04_grammar.ipynb #65c81111
 class GrammarCompiler:
     "Matchers for the grammars of requests. Thread-safe; costs nothing until the first grammar comes"
     def __init__(self, tokenizer, size=64): # size: compiled grammars that are kept
@@ -158,7 +161,7 @@ class GrammarCompiler:
         "A matcher has failed: the next request compiles anew"
         with self._lock: self._kept.pop(grammar, None)
 
-# %% ../../nbs/engine/04_grammar.ipynb #c1200203
+# %% ../../nbs/engine/04_grammar.ipynb #31d9d05b
 @patch
 def load(self: GrammarCompiler):
     "The tokenizer as the library wants it, made when it is first needed: a second for 250,000 tokens"
@@ -178,14 +181,15 @@ def _compile(self: GrammarCompiler, grammar):
     "→ a matcher, or the RequestError that says why not: both are kept"
     refuse = lambda message: RequestError(message, grammar.param)
     library = self.load()
-    if grammar.kind == 'tools' and (content := json.loads(grammar.source)['content']) and isinstance(alone := self._compile(Grammar(*content)), RequestError): return alone
+    content = json.loads(grammar.source)['content'] if grammar.kind == 'tools' else None
+    if content and isinstance(alone := self._compile(Grammar(*content)), RequestError): return alone           # so that the error names what the client wrote
     try: rules = tool_rules(grammar.source, self.special, refuse) if grammar.kind == 'tools' else RULES[grammar.kind](grammar.source, refuse)
     except RequestError as error: return error
     matcher = LLMatcher(library, rules, log_level=0, limits=_LIMITS)
     if matcher.is_error(): return refuse(f'the grammar cannot be used: {_one_line(matcher.get_error())}')
     spelled = json.dumps(json.loads(grammar.source), ensure_ascii=False) if grammar.kind in ('json_schema', 'tools') else grammar.source
     if lacking := next((c for c in spelled if c > '\x7f' and not self.bytes.issuperset(c.encode('utf-8', 'replace'))), None):
-        return refuse(f'the grammar holds the character {lacking!r}, which no tokens of this model can spell')       # the library would allow a token and then not take it
+        return refuse(f'the grammar holds the character {lacking!r}, which no tokens of this model can spell')      # or a token would be allowed and then not taken
     mask = np.empty(self.words, np.uint32)
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     if matcher.is_error() or not (mask & ~self.ends).any(): return refuse(f'the grammar allows no text at all: {_one_line(matcher.get_error())}')
@@ -198,12 +202,12 @@ def beginning_with(self: GrammarCompiler, prefix: bytes) -> list:
     last = bisect.bisect_left(self.sorted, True, lo=first, key=lambda i: not self.tokens[i].startswith(prefix))
     return self.sorted[first:last]
 
-# %% ../../nbs/engine/04_grammar.ipynb #9d41cae3
+# %% ../../nbs/engine/04_grammar.ipynb #1fe74d5b
 class Mark:
     "A text, given as token ids, found in a stream of bytes however it is cut"
     def __init__(self, ids, tokenizer):
         self.ids, self.text, self.waiting = tuple(ids), b''.join(tokenizer.token_bytes(i) for i in ids), None
-        self.back = [0, 0]                                                      # back[k]: the longest beginning of the mark, shorter than k, with which its first k bytes end
+        self.back = [0, 0]               # back[k]: the longest beginning of the mark, shorter than k, with which its first k bytes end
         for k in range(1, len(self.text)):
             j = self.back[k]
             while j and self.text[j] != self.text[k]: j = self.back[j]
@@ -218,7 +222,7 @@ class Mark:
             if matched == len(self.text): return matched, place
         return matched, -1
 
-# %% ../../nbs/engine/04_grammar.ipynb #7858a5ed
+# %% ../../nbs/engine/04_grammar.ipynb #69d78fba
 NOTHING = np.empty(0, np.uint32)                                                # no mask: everything is allowed
 _WORD, _BIT = 5, 31                                                             # of a token id: its word in a mask, its bit there
 
@@ -253,9 +257,10 @@ def rules(self: GrammarCompiler, params # SamplingParams
     if not close: phase = 'rules'
     elif reasoning is None or reasoning.opened: phase = 'inside'
     else: phase = 'begin' if reasoning.open else 'rules'
-    return Rules(self, grammar, matcher, reasoning, self.mark(reasoning.open) if phase == 'begin' else None, self.mark(close, matcher is not None), phase, params.ignore_eos)
+    opening = self.mark(reasoning.open) if phase == 'begin' else None
+    return Rules(self, grammar, matcher, reasoning, opening, self.mark(close, matcher is not None), phase, params.ignore_eos)
 
-# %% ../../nbs/engine/04_grammar.ipynb #6f8b1074
+# %% ../../nbs/engine/04_grammar.ipynb #40e58d62
 @patch
 def mark(self: GrammarCompiler, ids: tuple, waiting=False) -> Mark | None: # waiting: with the masks of those who wait for it
     if not ids: return None
@@ -276,14 +281,16 @@ def _waiting_mask(self: GrammarCompiler, mark, matched):
     beyond = [i for i in beyond if 0 < mark.advance(matched, self.tokens[i])[1] < len(self.tokens[i])]
     return ~self.ends & ~only(beyond, self.words)
 
-# %% ../../nbs/engine/04_grammar.ipynb #b3e635f1
+# %% ../../nbs/engine/04_grammar.ipynb #530b222e
 class Constraint:
     "What may come next in one answer: ask `allowed` before a draw, tell `accept` the token after it"
     def __init__(self, rules: Rules):
         self.rules, self.phase, self.finished = rules, rules.phase, False       # finished: the rules allow nothing more but the end
         self.matcher = rules.matcher.deep_copy() if rules.matcher is not None else None
-        self.forced, self.head, self.gap = [], b'', 0                           # ids that must come now; first bytes, while they may become the opening mark; line breaks that may come behind the closing one
-        self.matched, self.said, self.starts, self.ids = 0, 0, [], []           # bytes of the closing mark, bytes of reasoning, where each of its tokens begins, the tokens
+        self.forced = []                         # ids that must come now
+        self.head, self.gap = b'', 0             # first bytes, while they may become the opening mark; line breaks that may come behind the closing one
+        self.matched, self.said = 0, 0           # bytes of the closing mark, bytes of reasoning
+        self.starts, self.ids = [], []           # of reasoning: where each token begins, the tokens
 
     @property
     def reasoning_tokens(self) -> int:
@@ -317,7 +324,7 @@ class Constraint:
         self.rules.compiler.forget(self.rules.grammar)                          # its automaton may have grown too large: the next request begins with a new one
         raise SparkinferError(f'the answer was broken off: {why}')
 
-# %% ../../nbs/engine/04_grammar.ipynb #253d4f09
+# %% ../../nbs/engine/04_grammar.ipynb #ecf3e191
 @patch
 def accept(self: Constraint, token: int):
     "The token that was drawn. Raises SparkinferError if it was not allowed"
@@ -367,7 +374,7 @@ def line_breaks(self: GrammarCompiler, most: int) -> list:
     "Ids of the tokens that are one to `most` line breaks"
     return [i for i in self.beginning_with(b'\n') if len(self.tokens[i]) <= most and not self.tokens[i].strip(b'\n')]
 
-# %% ../../nbs/engine/04_grammar.ipynb #b8391c85
+# %% ../../nbs/engine/04_grammar.ipynb #e027099e
 def tool_grammar(tools,          # OpenAI-shaped: {'type': 'function', 'function': {'name', 'parameters', 'strict'}}
                  choice,         # 'required', {'name': NAME} or NAME; 'auto' and 'none' have rules only for strict tools and none at all
                  parallel: bool, # more than one call
@@ -383,11 +390,13 @@ def tool_grammar(tools,          # OpenAI-shaped: {'type': 'function', 'function
     if name is not None: functions = [f for f in functions if f['name'] == name]
     if not functions: raise RequestError('a call is required, and there is no tool' + ('' if name is None else f' of the name {name!r}'), 'tool_choice')
     nothing = {'type': 'object', 'properties': {}, 'additionalProperties': False}
-    schemas = {f['name']: None if choice == 'auto' and not f.get('strict') else nothing if f.get('parameters') is None else f['parameters'] for f in functions}      # None: any arguments
+    schema_of = lambda f: nothing if f.get('parameters') is None else f['parameters']
+    schemas = {f['name']: None if choice == 'auto' and not f.get('strict') else schema_of(f) for f in functions}       # None: any arguments
     if len(schemas) < len(functions): raise RequestError('two tools have the same name', 'tools')
     return Grammar('tools', json.dumps({'format': markup.call_format, 'free': choice == 'auto' and content is None, 'parallel': bool(parallel), 'tools': schemas,
                                         'content': [content.kind, content.source] if choice == 'auto' and content is not None else None}), after)
 
+# %% ../../nbs/engine/04_grammar.ipynb #040bb6db
 def tool_rules(source, special, refuse) -> str:
     "The source of a `tool_grammar` → the library's notation. special: ids of special tokens by their bytes"
     said = json.loads(source)
@@ -409,7 +418,7 @@ def tool_rules(source, special, refuse) -> str:
     else: rules.add('start', ('content | ' if said['content'] else '') + ('call ("\\n" call)*' if more else 'call'))
     return rules.finish(*said['content'] or (), refuse=refuse)
 
-# %% ../../nbs/engine/04_grammar.ipynb #d171c45f
+# %% ../../nbs/engine/04_grammar.ipynb #0a3d06f9
 class _Lark:
     "Rules of a grammar, by name"
     def __init__(self): self.rules = {}
@@ -433,15 +442,18 @@ def hermes_rule(rules, rule, name, schema, refuse):
     schema = {'type': 'object'} if schema is None else schema
     return f'{_quoted(json.dumps({"name": name}, ensure_ascii=False)[:-1])} ", \\"arguments\\": " {rules.json(rule + "_arguments", schema)} "}}"'
 
-_OBJECT_KEYS = {'type', 'properties', 'required', 'additionalProperties', '$defs', 'definitions', 'title', 'description', 'default', 'examples', 'strict', '$id', '$comment'}
+_OBJECT_KEYS = {'type', 'properties', 'required', 'additionalProperties', '$defs', 'definitions',
+                'title', 'description', 'default', 'examples', 'strict', '$id', '$comment'}
 
 def qwen_xml_rule(rules, rule, name, schema, refuse):
     if schema is None:
         rules.add('PARAMETER', rf'/<parameter=[^<>\n]+>\n/ ({_ANY} & {_NO_TAG}) {_END}')
         return f'"<function={name}>\\n" PARAMETER* "</function>"'
-    if extra := sorted(schema.keys() - _OBJECT_KEYS): raise refuse(f'{extra[0]!r} of all parameters together cannot be enforced in this model\'s way to call tools')
+    if extra := sorted(schema.keys() - _OBJECT_KEYS): raise refuse(f'{extra[0]!r} of all parameters together cannot be enforced in the way that this model calls tools')
     properties, required = schema.get('properties') or {}, schema.get('required') or []
-    if not isinstance(properties, dict) or not isinstance(required, list) or not all(isinstance(n, str) for n in required) or not all(isinstance(p, (dict, bool)) for p in properties.values()): raise refuse("'required' must be a list of names, and each of 'properties' a schema")
+    well = isinstance(properties, dict) and all(isinstance(p, (dict, bool)) for p in properties.values())
+    if not well or not isinstance(required, list) or not all(isinstance(n, str) for n in required):
+        raise refuse("'required' must be a list of names, and each of 'properties' a schema")
     properties = properties | {n: {} for n in required if n not in properties}
     parts = [f'"<function={name}>\\n"']
     for i, (key, part) in enumerate(properties.items()):
@@ -454,9 +466,11 @@ def qwen_xml_rule(rules, rule, name, schema, refuse):
 
 CALL_RULES = {'hermes': hermes_rule, 'qwen_xml': qwen_xml_rule}
 
-# %% ../../nbs/engine/04_grammar.ipynb #512c4027
+# %% ../../nbs/engine/04_grammar.ipynb #0093a988
 _END = r'"\n</parameter>\n"'
-_REMARKS = {'type', 'title', 'description', 'default', 'examples', 'deprecated', 'readOnly', 'writeOnly', '$comment', 'format', 'contentEncoding', 'contentMediaType'}
+_REMARKS = {'type', 'title', 'description', 'default', 'examples', 'deprecated', 'readOnly', 'writeOnly', '$comment',
+            'format', 'contentEncoding', 'contentMediaType'}
+_HERE = ' in the way that this model calls tools'
 _ANY, _NO_TAG = r'/(?s:.*)/', r'~/(?s:.*)<\/(parameter|function)>(?s:.*)/'
 
 def _resolved(part, root, depth=20):
@@ -478,22 +492,26 @@ def value_rule(rules, rule, part, root, refuse) -> str:
     beside = part.keys() - _REMARKS - {key} if key else set()
     ruled = [b for b in branches if b.keys() - _REMARKS]
     if beside or (ruled and types - {'string', 'null'} and not all(b.keys() & {'enum', 'const'} for b in branches)):
-        raise refuse(f'{(sorted(beside) or sorted(ruled[0].keys() - _REMARKS))[0]!r} of what may be a string or something else cannot be enforced in the way that this model calls tools')
-    bodies = [_ANY + ' & ' + _NO_TAG] if not ruled else [body for b in branches if 'string' in json_types(b, root) or b.keys() & {'enum', 'const'} for body in _string_bodies(b, types, refuse)]
+        raise refuse(f'{(sorted(beside) or sorted(ruled[0].keys() - _REMARKS))[0]!r} of what may be a string or something else cannot be enforced{_HERE}')
+    strings = [b for b in branches if 'string' in json_types(b, root) or b.keys() & {'enum', 'const'}]
+    bodies = [body for b in strings for body in _string_bodies(b, types, refuse)] if ruled else [f'{_ANY} & {_NO_TAG}']
     bodies += ['"null"'] if ruled and 'null' in types else []
     rules.add(rule.upper(), f'({" | ".join(bodies)}) {_END}')
     return rule.upper()
 
+# %% ../../nbs/engine/04_grammar.ipynb #be5791e9
 def _string_bodies(part, types, refuse):
-    if extra := part.keys() - _REMARKS - {'enum', 'const', 'pattern', 'minLength', 'maxLength'}: raise refuse(f'{sorted(extra)[0]!r} of a string cannot be enforced in the way that this model calls tools')
+    extra = part.keys() - _REMARKS - {'enum', 'const', 'pattern', 'minLength', 'maxLength'}
+    if extra: raise refuse(f'{sorted(extra)[0]!r} of a string cannot be enforced{_HERE}')
     if part.keys() & {'enum', 'const'}: return [_literal_body(v, types, refuse) for v in part.get('enum', [part.get('const')])]
     low, high = part.get('minLength', 0), part.get('maxLength', '')
-    if not all(isinstance(n, int) and 0 <= n < 1 << 20 for n in (low, high or 0)): raise refuse("'minLength' and 'maxLength' must be whole numbers, and not absurd ones")
+    if not all(isinstance(n, int) and 0 <= n < 1 << 20 for n in (low, high or 0)): raise refuse("'minLength' and 'maxLength' must be reasonable whole numbers")
     return [' & '.join([f'/(?s:.{{{low},{high}}})/', *([f'/{regex_to_lark(_unanchored(part["pattern"], refuse), "dw")}/'] if 'pattern' in part else []), _NO_TAG])]
 
 def _literal_body(value, types, refuse):
     text = value if isinstance(value, str) else json.dumps(value)
-    if re.search('</(parameter|function)>', text) or not text or json.loads(as_json(text, types)) != value: raise refuse(f'the value {value!r} cannot be told from another one in the way that this model calls tools')
+    if re.search('</(parameter|function)>', text) or not text or json.loads(as_json(text, types)) != value:
+        raise refuse(f'the value {value!r} cannot be told from another one{_HERE}')
     return _quoted(text)
 
 def _unanchored(pattern, refuse):
@@ -503,5 +521,5 @@ def _unanchored(pattern, refuse):
     inner = pattern[begins:len(pattern) - ends]
     plain = re.sub(r'\\.|\[\^?\]?(?:\\.|[^\]\\])*\]', '', inner, flags=re.DOTALL)                   # without escapes and classes
     while (less := re.sub(r'\([^()]*\)', lambda m: re.sub(r'[^$^]', '', m[0]), plain)) != plain: plain = less
-    if re.search(r'[$^]', plain) or ((begins or ends) and '|' in plain): raise refuse(f'the pattern {pattern!r} has anchors in its middle, which cannot be enforced in the way that this model calls tools')
+    if re.search(r'[$^]', plain) or ((begins or ends) and '|' in plain): raise refuse(f'the pattern {pattern!r} has anchors in its middle, which cannot be enforced{_HERE}')
     return f'{"" if begins else "(?s:.*)"}({inner}){"" if ends else "(?s:.*)"}'
