@@ -12,7 +12,7 @@ __all__ = ['SAMPLING', 'kv_option', 'model_option', 'CHAT_HELP', 'OneLine', 'exp
            'bench_serving_command', 'bench_http_command', 'evaluate', 'eval_kl_command', 'eval_logits_command']
 
 # %% ../nbs/11_cli.ipynb #7a084505
-import errno, json, os, signal, sys, time
+import errno, json, os, signal, sys, threading, time
 import click
 import sparkinfer
 from .errors import RequestError, SparkinferError, plural
@@ -378,12 +378,14 @@ def interruptible(target):
     def stop(number, frame):
         ended.append(number)
         raise KeyboardInterrupt
-    before = signal.signal(signal.SIGTERM, stop)
+    here = threading.current_thread() is threading.main_thread()               # elsewhere, as in a notebook, nobody may say what a signal does
+    before = signal.signal(signal.SIGTERM, stop) if here else None
     try: yield
     except KeyboardInterrupt:
         click.echo('interrupted; ' + (f'{target} was complete already' if os.path.lexists(target) and not there else 'nothing was written'), err=True)
         sys.exit(143 if ended else 130)
-    finally: signal.signal(signal.SIGTERM, before)
+    finally:
+        if here: signal.signal(signal.SIGTERM, before)
 
 @cli.command()
 @click.argument('source', metavar='IN')
