@@ -124,6 +124,7 @@ class LoadResult:
     rounds: list
     def row(self): return [self.name, f'{self.us:.1f}', f'{self.engine_us:.1f}', f'{self.tok_s:,.0f}', f"{self.first['p50']:.0f}", f"{self.first['p99']:.0f}", str(self.lost)]
 
+# %% ../../nbs/measure/06_http_load.ipynb #ebf18a8e
 HEADINGS = ['server', 'µs a token', 'engine', 'tok/s', 'first byte p50', 'p99 ms', 'lost']
 
 def measure_load(servers: dict, streams=64, tokens=256, pace=0.0, rounds=5) -> list:
