@@ -47,7 +47,7 @@ def drive(url, folder, scene):
 
 @browser
 def test_a_conversation_by_keyboard(tmp_path):
-    with background_server(build, ServeSettings(**quick)) as server: seen = drive(server.url, tmp_path, 'talk')
+    with background_server(lambda report: build(gate=slowly(0.005)), ServeSettings(**quick)) as server: seen = drive(server.url, tmp_path, 'talk')
     print('screenshots:', tmp_path)
     assert seen['focus'] == 'prompt' and seen['user'][0] == 'greet\nplease' and seen['title'] == 'org/scripted-7b'
     assert seen['texts'] == [REPLIES['greet'], 'Hello there!', 'Here it is:\nprint("hi" * 3)That is all.', REPLIES['markup']]
