@@ -158,17 +158,19 @@ def started(*args, **env):
     return process, re.search(r'ready at (http://\S+?)/v1', said)[1], said
 
 def test_a_server_from_a_file_the_environment_and_flags(tmp_path):
-    (tmp_path/'server.toml').write_text('# ours\nport = 0\ncontext = 256\nmax_running = 3\nlog-requests = true\napi_key = "from the file"\n')
+    (tmp_path/'server.toml').write_text('# ours\nport = 0\ncontext = 256\nmax_running = 3\nlog-requests = true\napi_key = "from the file"\n' + f'cache_file = {json.dumps(str(tmp_path/"cache"))}\n')
     process, url, said = started('--config', tmp_path/'server.toml', '--body-limit-mb', 2, SPARKINFER_MAX_RUNNING='2', SPARKINFER_API_KEY='from-env', SPARKINFER_PROT='1', SPARKINFER_TEMPERATURE='0.5')
     try:
         assert httpx.get(url + '/v1/info').status_code == 401 and 'from-env' not in said and '$SPARKINFER_API_KEY' in said
         settings = httpx.get(url + '/v1/info', headers={'x-api-key': 'from-env'}).json()['settings']
+        assert httpx.post(url + TEXT, json=dict(prompt='word ' * 60, max_tokens=2), headers={'x-api-key': 'from-env'}, timeout=60).status_code == 200
         want = dict(context=(256, 'file'), max_running=(2, 'environment'), body_limit_mb=(2, 'flag'), log_requests=(True, 'file'), api_key=('****', 'environment'), temperature=(0.5, 'environment'), host=('127.0.0.1', 'default'), model=('smollm2', 'default'))
         assert {name: (settings[name]['value'], settings[name]['source']) for name in want} == want
     finally: process.send_signal(signal.SIGTERM)
     _, noise = process.communicate(timeout=30)
     logged = [json.loads(line) for line in noise.splitlines() if line.startswith('{')]
-    assert [line['status'] for line in logged] == [401, 200] and 'SPARKINFER_PROT is no setting' in noise and 'from-env' not in noise and 'Traceback' not in noise
+    assert process.returncode == 0 and (tmp_path/'cache').stat().st_size > 1000, 'SIGTERM ended the process before its cache was written'
+    assert [line['status'] for line in logged] == [401, 200, 200] and 'SPARKINFER_PROT is no setting' in noise and 'from-env' not in noise and 'Traceback' not in noise
 
 @pytest.mark.parametrize('text, says', [('prot = 1', "did you mean 'port'?"), ('port = "x"', 'a whole number'), ('slots = 2\nmax_running = 4', 'no more requests run together'), ('kv_tokens = 100\ncontext = 256', 'raise kv_tokens'), ('spill_mb = 5\nno_prefix_cache = true', 'there is none'), ('port =', 'TOML')])
 def test_a_file_that_cannot_be_meant_is_one_line(tmp_path, text, says):

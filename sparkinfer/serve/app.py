@@ -9,7 +9,7 @@ __all__ = ['requests_log', 'OWN_ROUTES', 'ROUTES', 'STATUSES', 'HEAD_LIMIT', 'Se
            'bind', 'raise_file_limit', 'Server', 'url_of', 'background_server', 'curl_line', 'serve']
 
 # %% ../../nbs/serve/07_app.ipynb #cd7f05bf
-import asyncio, errno, hmac, json, logging, socket, sys, threading, time, urllib.parse
+import asyncio, errno, hmac, json, logging, signal, socket, sys, threading, time, urllib.parse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -432,9 +432,12 @@ def serve(factory: Callable,            # factory(report) -> Engine, where repor
         elif not state.stopping: echo(f'{state.engine.name} is ready at {url}/v1 (Ctrl-C stops), with a page at {url}/ for your browser. Try:\n\n  {curl_line(url, settings)}\n')
     threading.Thread(target=announce, daemon=True).start()
     state.load(factory)
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if here else None       # else the process would be gone before the engine has closed and written its cache
     try: server.run(sockets=[sock])
     except KeyboardInterrupt: pass   # uvicorn passes the signal on after its own goodbye
     finally:
+        if here: signal.signal(signal.SIGTERM, before)
         state.stopping = True
         state.close()
         sock.close()
