@@ -6,8 +6,8 @@
 __all__ = ['SAMPLING_KEYS', 'KV_BYTES', 'RUNNERS', 'WORKSPACE', 'Parts', 'recommended', 'open_model', 'RunnerKind', 'runner_kind',
            'kv_bytes', 'state_bytes', 'side_bytes', 'gigabytes', 'choose_context', 'MemorySettings', 'Capacity',
            'choose_capacity', 'Progress', 'Timings', 'Completion', 'Answer', 'load_runner', 'no_numbers', 'warm_up',
-           'split_settings', 'check_cache_file', 'read_cache_file', 'load_engine', 'LLM', 'close_parts', 'Conversation',
-           'type_mix']
+           'split_settings', 'check_cache_file', 'read_cache_file', 'card_of_parts', 'load_engine', 'LLM',
+           'close_parts', 'Conversation', 'type_mix']
 
 # %% ../nbs/10_llm.ipynb #653c3edc
 import sys, tempfile, time
@@ -370,13 +370,16 @@ def read_cache_file(memory, path, progress):
     except SparkinferError as error:
         progress.say_once('cache', ('\r\x1b[K' if progress.terminal else '') + f'the prefix cache starts empty, and its file is written anew at the end: {error}')
 
+def card_of_parts(parts, device):
+    from sparkinfer.engine.model_card import ModelCard
+    return ModelCard.of(parts.weights, parts.checkpoint.metadata, parts.path, device)
+
 def load_engine(parts, context=None, threads=None, runner='auto', progress=None, **settings):
     """An `Engine` around a runner that has loaded `parts`, and the number of its threads. settings: those of `MemorySettings` and `EngineLimits`, and sampling parameters, which overrule the model file's.
     Closes `parts` if it fails."""
     from contextlib import ExitStack
     from sparkinfer.engine.engine import Engine
     from sparkinfer.engine import score_embed                                 # gives engines `score` and `embed`
-    from sparkinfer.engine.model_card import ModelCard
     from sparkinfer.engine.request import EngineDefaults
     from sparkinfer.measure.speed import memory_available
     from sparkinfer.memory.host_spill import HostSpill
@@ -396,7 +399,7 @@ def load_engine(parts, context=None, threads=None, runner='auto', progress=None,
         kept = ModelMemory(loaded, not memory.no_prefix_cache, snapshots, spill, fingerprint=fingerprint)
         if file: read_cache_file(kept, file, progress or Progress(parts.name, enabled=False))
         engine = Engine(loaded, parts.tokenizer, parts.template, chosen, limits=limits, memory=kept, name=parts.name, cache_file=file)
-        engine.capacity, engine.card = room, ModelCard.of(parts.weights, parts.checkpoint.metadata, parts.path, 'cuda' if runner == 'cuda' else 'cpu')
+        engine.capacity, engine.card = room, lambda: card_of_parts(parts, 'cuda' if runner == 'cuda' else 'cpu')     # made when a server is asked: it costs an import that `run` does not need
         undo.pop_all()
     return engine, threads
 

@@ -66,7 +66,9 @@ class ModelCard:
         return str(self.parameters)
 
 def card_of(engine) -> ModelCard:
-    "The engine's card, or one that says what the runner knows"
-    if (card := getattr(engine, 'card', None)) is not None: return card
+    "The engine's card, made now if it is still a function that makes it, or one that says what the runner knows"
+    if (card := getattr(engine, 'card', None)) is not None:
+        if callable(card): card = engine.card = card()
+        return card
     config = engine.runner.config
     return ModelCard(getattr(config, 'architecture', 'unknown'), context_length=getattr(config, 'context_length', engine.max_context))
