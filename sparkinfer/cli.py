@@ -497,7 +497,7 @@ def bench(model, contexts, prefill, tokens, rounds, threads, runner, kv_type, sy
     if synthetic:
         import importlib.util
         if runner not in ('auto', 'cuda'): raise click.UsageError('--synthetic measures the runner on the GPU; for another, write a file with `sparkinfer synth` and give its name')
-        if importlib.util.find_spec('numba_cuda') is None: raise SparkinferError("the runner on the GPU needs more packages: pip install 'sparkinfer[cuda]'")
+        if importlib.util.find_spec('numba_cuda') is None: raise SparkinferError("the runner on the GPU needs more packages: pip install -e '.[cuda]' in its checkout")
         from sparkinfer.models.cuda_check import bench as bench_shape
         bench_shape(shape=synthetic, kv=kv_type or 'f16', save=save)
         return

@@ -94,7 +94,7 @@ def _spec_runner(num_threads, kv_type):
 
 def _cuda():
     import importlib.util
-    if importlib.util.find_spec('numba_cuda') is None: raise UnsupportedError("the runner on the GPU needs more packages: pip install 'sparkinfer[cuda]'")
+    if importlib.util.find_spec('numba_cuda') is None: raise UnsupportedError("the runner on the GPU needs more packages: pip install -e '.[cuda]' in its checkout")
     from sparkinfer.models import cuda_runner
     return cuda_runner
 

@@ -37,11 +37,12 @@ def results_table(folder: Path) -> str:
         newest[record['file']] = record
     if not newest: return ''
     lines = ['| model | ' + ' | '.join(COMPARISON.values()) + ' |', '|---' * (1 + len(COMPARISON)) + '|']
+    names = {'d27.gguf': 'qwen3.8-27b'}                                        # what a record's file was called, where that says nothing
     for name, record in sorted(newest.items(), key=lambda item: item[1]['file'] != 'SmolLM2-135M-Instruct.Q4_1.gguf'):
-        lines += [f"| {name.removesuffix('.gguf')} | " + ' | '.join(str(row[key]) for key in COMPARISON) + ' |' for row in record['comparison']]
+        lines += [f"| {names.get(name, name.removesuffix('.gguf'))} | " + ' | '.join(str(row[key]) for key in COMPARISON) + ' |' for row in record['comparison']]
     machine = record['machine']
     note = (f"Measured with `sparkinfer bench --compare --save` on {machine['cores']} cores of an {machine['cpu']} ({machine['level']}, {machine['memory_gb']:.0f} GB), {record['time'][:10]}, {record['threads']} threads, "
-            'the better of flash attention on and off for llama.cpp, medians of rounds in turn. All but the first are noise in the shape of a model (`sparkinfer synth`):')
+            'the better of flash attention on and off for llama.cpp, medians of rounds in turn (`ratio` is that of the rounds). All but SmolLM2 are noise in the shape of a model (`sparkinfer synth`):')
     return note + '\n\n' + '\n'.join(lines)
 
 def gpu_table(folder: Path) -> str:
@@ -54,7 +55,7 @@ def gpu_table(folder: Path) -> str:
     lines = ['| shape | sequences | at position | tok/s, waiting for each token | one step ahead | so too, with temperature, top-k, top-p | % of what the card can read |', '|---' * 7 + '|']
     for shape, record in sorted(newest.items(), key=lambda item: item[1]['weight_bytes'], reverse=True):
         for row in (record['results'][0], record['results'][-1]): lines.append(f"| {shape} | {row['sequences']} | {row['position']:,} | {row['tokens_a_second']:,.0f} | {row['ahead_tokens_a_second']:,.0f} | {row['drawn_tokens_a_second']:,.0f} | {row['percent_of_read']:.0f} |")
-    return (f"On a GPU (`pip install 'sparkinfer[cuda]'`; compute capability 9.0 or newer, driver 580 or newer), one {record['gpu']}, {record['time'][:10]}, noise in the shape of a model (`sparkinfer bench --synthetic SHAPE`). The server waits for each token today; one step ahead, the next is launched before the last one's tokens are read:"
+    return (f"On a GPU (`pip install -e '.[cuda]'`; compute capability 9.0 or newer, driver 580 or newer), one {record['gpu']}, {record['time'][:10]}, noise in the shape of a model (`sparkinfer bench --synthetic SHAPE`). The server waits for each token today; one step ahead, the next is launched before the last one's tokens are read:"
             + '\n\n' + '\n'.join(lines))
 
 def readme() -> str:

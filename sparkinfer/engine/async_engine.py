@@ -15,12 +15,15 @@ from .sequence import Stream
 # %% ../../nbs/engine/03_async_engine.ipynb #d18ca981
 class AsyncEngine:
     "An `Engine` for programs that `await`. Any number of tasks and event loops may use it at once."
-    def __init__(self, engine: Engine): self.engine = engine
+    def __init__(self, engine: Engine): self.engine, self.llm = engine, None
 
     @classmethod
     async def start(cls, factory: Callable, *args, **kwargs):
-        "`factory(*args, **kwargs)` loads and returns an Engine; it runs in a thread, so that the loop goes on meanwhile"
-        return cls(await asyncio.to_thread(factory, *args, **kwargs))
+        "`factory(*args, **kwargs)` loads and returns an Engine, or an LLM, which is then `.llm`; it runs in a thread, so that the loop goes on meanwhile"
+        made = await asyncio.to_thread(factory, *args, **kwargs)
+        self = cls(getattr(made, 'engine', made))
+        self.llm = made if made is not self.engine else None
+        return self
 
     def submit(self, request: Request) -> Stream:
         "Queue a request: `async for event in engine.submit(request)`. Raises RequestError or EngineBusy at once; in an `async with` block what still runs at its end is cancelled"
@@ -33,6 +36,6 @@ class AsyncEngine:
             async for event in stream: answers.add(event)
         return answers.choices()
 
-    async def close(self): return await asyncio.to_thread(self.engine.close)
+    async def close(self): return await asyncio.to_thread((self.llm or self.engine).close)
     async def __aenter__(self): return self
     async def __aexit__(self, *_): await self.close()

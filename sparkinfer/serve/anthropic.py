@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from ..engine.request import Grammar, SamplingParams, new_id
 from .chat import ChatCall, Job, Writer, chat_job, chat_prompt, check_tools
 from .openai import served_model
-from .protocol import ApiError, Body, Dialect, Envelope, Route
+from .protocol import ApiError, Body, FormBody, Dialect, Envelope, Route
 from .responses import Blocks, Conversation, named, renaming, stop_strings, wrong
 from ..text.reasoning_tools import closing as close_json
 
@@ -42,8 +42,9 @@ class Turn(Body):
     role: str
     content: Any
 
-class CountBody(Body):
+class CountBody(FormBody):
     "What POST /v1/messages/count_tokens takes"
+    form_field = 'output_config.format'
     model: str
     messages: list[Turn]
     system: Any = None

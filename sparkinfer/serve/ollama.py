@@ -19,7 +19,7 @@ from ..engine.request import Grammar, SamplingParams
 from ..errors import RequestError
 from .chat import Answer, AnswerUsage, ChatCall, Job, Writer, chat_job, check_tools
 from .openai import token_name
-from .protocol import ApiError, Body, Context, Dialect, Route, finite, to_json
+from .protocol import ApiError, Body, FormBody, Context, Dialect, Route, finite, to_json
 from ..text.reasoning_tools import Markup, Piece
 
 # %% ../../nbs/serve/05_ollama.ipynb #d7a7eaa3
@@ -54,8 +54,9 @@ class OllamaMessage(Body):
     tool_name: str | None = None
     tool_call_id: str | None = None
 
-class OllamaBody(Body):
+class OllamaBody(FormBody):
     "What chat and generate share"
+    form_field = 'format'
     model: str | None = None
     stream: bool | None = None
     options: dict | None = None

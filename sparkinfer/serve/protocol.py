@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['OPENAI', 'DONE', 'KEEP_ALIVE', 'text_json', 'ApiError', 'error_of', 'Dialect', 'Context', 'Route', 'read_body',
-           'parse_json', 'Body', 'parse', 'to_json', 'sse', 'finite', 'Envelope']
+           'parse_json', 'Body', 'parse', 'FormBody', 'to_json', 'sse', 'finite', 'Envelope']
 
 # %% ../../nbs/serve/00_protocol.ipynb #e855618f
 import asyncio, json, re, threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import ClassVar, Any
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from ..engine.request import DeadlineExceeded, EngineBusy
 from ..errors import RequestError, SparkinferError
 
@@ -135,6 +135,20 @@ def parse(kind: type, data: dict):
             wanted = next((word for key, word in _WORDS if key in first['msg']), 'an object' if 'instance of' in first['msg'] else first['msg'])
             message = f"'{path}' must be {wanted}, not {_kind(first['input'])}"
         raise ApiError(400, message, param=path or None) from None
+
+# %% ../../nbs/serve/00_protocol.ipynb #ad7b5beb
+_OTHER_FORMS = ('grammar', 'response_format', 'structured_outputs', 'guided_json', 'guided_regex', 'guided_choice', 'guided_grammar')
+
+class FormBody(Body):
+    "A body of a dialect with a field of its own for the form of answers, `form_field`; ApiError 400 for those of others"
+    form_field: ClassVar[str] = ''
+    @model_validator(mode='before')
+    @classmethod
+    def refuse_other_forms(cls, data):
+        for name in _OTHER_FORMS if isinstance(data, dict) else ():
+            if data.get(name) is not None and name not in cls.model_fields:
+                raise ApiError(400, f"'{name}' is no field of this API: a schema goes into '{cls.form_field}', and other grammars are taken by /v1/chat/completions", param=name, code='unsupported_parameter')
+        return data
 
 # %% ../../nbs/serve/00_protocol.ipynb #fc3d9254
 DONE, KEEP_ALIVE = b'data: [DONE]\n\n', b': keep-alive\n\n'

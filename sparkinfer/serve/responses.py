@@ -23,7 +23,7 @@ from ..engine.request import Grammar, SamplingParams, new_id
 from ..errors import RequestError
 from .chat import ChatCall, Job, Writer, chat_job, chat_prompt, check_tools
 from .openai import chat_logprobs, served_model
-from .protocol import OPENAI, ApiError, Body, Envelope, Route, sse, text_json, to_json
+from .protocol import OPENAI, ApiError, Envelope, FormBody, Route, sse, text_json, to_json
 
 # %% ../../nbs/serve/03_responses.ipynb #59892fad
 @dataclass
@@ -77,8 +77,9 @@ class Blocks:
         return steps + self.close(complete)
 
 # %% ../../nbs/serve/03_responses.ipynb #e398e0b8
-class ResponsesBody(Body):
+class ResponsesBody(FormBody):
     "What POST /v1/responses takes"
+    form_field = 'text.format'
     input: Any
     model: str | None = None
     instructions: str | None = None
