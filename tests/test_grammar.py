@@ -112,7 +112,7 @@ def test_batches_with_free_neighbours(tokenizer, script, layer_kinds):
     prompts = [[40 + n] * (9 + 12 * n) for n in range(len(asked) + len(free))]
     tokens = lambda answers: [a.token_ids for a in answers]
     with engine_of(script, tokenizer, layer_kinds=layer_kinds) as engine: alone = [engine.submit(Request(p, q)).collect() for p, q in zip(prompts, asked + free)]
-    for settings in (dict(num_slots=8), dict(num_slots=4, num_pages=10, step_rows=7)):
+    for settings in (dict(num_slots=8), dict(num_slots=4, num_pages=8, step_rows=7)):
         with engine_of(script, tokenizer, layer_kinds=layer_kinds, **settings) as engine:
             streams = [engine.submit(Request(p, q)) for p, q in zip(prompts, asked + free)]
             assert [tokens(s.collect()) for s in streams] == [tokens(a) for a in alone]
