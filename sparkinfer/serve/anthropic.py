@@ -214,7 +214,7 @@ class MessagesWriter(Writer):
 
     def content(self, block) -> dict:
         "A block, whole"
-        if block.kind == 'content': return dict(type='text', text=block.text)
+        if block.kind == 'content' or block.markup: return dict(type='text', text=block.text if block.kind == 'content' else block.markup)
         if block.kind == 'reasoning': return dict(type='thinking', thinking='' if self.hidden else block.text, signature=signature(block.text))
         return dict(type='tool_use', id=self.call_id(0, block.call), name=block.name, input=json.loads(block.text + close_json(block.text)))
 

@@ -316,7 +316,7 @@ class Connection(_protocol()):
     "uvicorn's HTTP connection, with limits where a client can be silent or endless"
     def connection_made(self, transport):
         super().connection_made(transport)
-        self.head_bytes = 0
+        self.head_bytes, self.head_size, self.in_headers, self.data, self.again = 0, 0, False, b'', b''      # bytes since the last head ended; the size of this head; what is being read; what must be read again
         self._expect()
 
     def _expect(self): self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -324,7 +324,10 @@ class Connection(_protocol()):
 
     def data_received(self, data):
         timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None                # the clock of a head runs on while it drips in
-        super().data_received(data)
+        self.again = data
+        while self.again and not self.transport.is_closing():
+            self.data, self.again = self.again, b''
+            super().data_received(self.data)
         self.head_bytes = self.head_bytes + len(data) if self._in_head() else 0
         if self.head_bytes > HEAD_LIMIT and not self.transport.is_closing(): self.send_400_response(f'the head of the request is longer than {HEAD_LIMIT:,} bytes')
         if self._in_head() and self.head_bytes and not self.transport.is_closing() and self.timeout_keep_alive_task is None and timer is not None and not timer.cancelled(): self.timeout_keep_alive_task = timer
@@ -336,9 +339,56 @@ class Connection(_protocol()):
         else: self.transport.close()
 
     def send_400_response(self, msg):
+        if self.head_size > HEAD_LIMIT: msg = f'the head of the request is longer than {HEAD_LIMIT:,} bytes'
         body = to_json(OPENAI.error(ApiError(400, msg, code='invalid_http')))
         self.transport.write(b'HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: ' + str(len(body)).encode() + b'\r\n\r\n' + body)
         self.transport.close()
+
+@patch
+def on_message_begin(self: Connection):
+    super(Connection, self).on_message_begin()
+    self.head_size, self.in_headers = 0, True
+
+@patch
+def _count(self: Connection, size):
+    if self.in_headers: self.head_size += size
+    if self.head_size > HEAD_LIMIT: raise ValueError('the head is too long')                    # which the parser makes an error of its own
+
+@patch
+def on_url(self: Connection, url):
+    self._count(len(url))
+    super(Connection, self).on_url(url)
+
+@patch
+def on_header(self: Connection, name, value):
+    self._count(len(name) + len(value) + 4)
+    super(Connection, self).on_header(name, value)
+
+@patch
+def on_headers_complete(self: Connection):
+    self.in_headers = False
+    if not self._offers_upgrade(): super(Connection, self).on_headers_complete()
+
+@patch
+def on_message_complete(self: Connection):
+    if not self._offers_upgrade(): super(Connection, self).on_message_complete()
+
+@patch
+def _offers_upgrade(self: Connection): return self.parser is not None and self.parser.should_upgrade() and self.parser.get_method() != b'CONNECT'
+
+@patch
+def _unsupported_upgrade_warning(self: Connection):
+    "uvicorn calls this where the parser has stopped behind the head of a request that offers an upgrade. The head is read again, without the offer, and then what stands behind it"
+    stopped = sys.exc_info()[1]
+    if stopped is None or not self._offers_upgrade(): return                                    # CONNECT; or Windows' parser, which does not stop
+    lines = [self.parser.get_method() + b' ' + self.url + b' HTTP/' + self.parser.get_http_version().encode()]
+    for name, value in self.headers:
+        if name == b'connection': value = b', '.join(v for v in (v.strip() for v in value.split(b',')) if v.lower() not in (b'upgrade', b'http2-settings'))
+        if name not in (b'upgrade', b'http2-settings') and (value or name != b'connection'): lines.append(name + b': ' + value)
+    self.parser = type(self.parser)(self)
+    try: self.parser.set_dangerous_leniencies(lenient_data_after_close=True)                    # as uvicorn has it
+    except AttributeError: pass
+    self.again = b'\r\n'.join(lines) + b'\r\n\r\n' + self.data[stopped.args[0]:]
 
 # %% ../../nbs/serve/07_app.ipynb #cd28336a
 def bind(host: str, port: int) -> socket.socket:

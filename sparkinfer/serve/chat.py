@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['AnswerUsage', 'ChatCall', 'ToolCall', 'Answer', 'AnswerBuilder', 'Writer', 'Job', 'JobAnswers', 'answer_job',
-           'stream_job', 'schema_fault', 'check_tools', 'Prompt', 'check_choice', 'chat_prompt', 'constrained',
-           'chat_job']
+           'last_words', 'stream_job', 'schema_fault', 'check_tools', 'Prompt', 'check_choice', 'chat_prompt',
+           'constrained', 'chat_job']
 
 # %% ../../nbs/serve/01_chat.ipynb #edddd0f6
 import re, time
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from ..engine.grammar import tool_grammar
 from ..engine.request import ErrorEvent, FinishEvent, Grammar, ReasoningBudget, Request, SamplingParams, Timing, Usage, new_id
 from ..errors import RequestError
-from .protocol import ApiError, error_of
+from .protocol import ApiError, error_of, to_json
 from ..text.reasoning_tools import Markup, OutputParser, Piece, opened_by
 
 # %% ../../nbs/serve/01_chat.ipynb #0d50c285
@@ -47,6 +47,7 @@ class ToolCall:
     name: str
     arguments: str = ''
     complete: bool = False
+    markup: str = ''                      # of a call that was left unfinished, not by a limit: what the model wrote, which is in the answer's content
 
 @dataclass
 class Answer:
@@ -61,6 +62,15 @@ class Answer:
     seed: int | None = None
     timing: Timing | None = None
     cut_in: str | None = None                      # where a limit or a stop string ended it, if in 'reasoning' or in a 'call'
+
+    @property
+    def unfinished(self) -> bool:
+        "Whether one of its calls is not complete"
+        return not all(c.complete for c in self.calls)
+    @property
+    def made(self) -> list:
+        "The calls for an answer in one piece: without those that were left unfinished, unless a limit cut them"
+        return [c for c in self.calls if not c.markup]
 
 # %% ../../nbs/serve/01_chat.ipynb #c9ab52c4
 class AnswerBuilder:
@@ -83,9 +93,11 @@ class AnswerBuilder:
     def _finish(self, event):
         cut = event.reason != 'stop' or isinstance(event.stop, str)      # not by the model's own end
         open_before = self.parser.reasoning_open
-        pieces = list(self.parser.finish(cut))
+        pieces, cut_call, dropped = list(self.parser.finish(cut)), self.parser.cut_call, getattr(self.parser, 'dropped', '')
         if cut and open_before: self.answer.cut_in = 'reasoning'
-        if self.parser.cut_call: self.answer.cut_in = 'call'
+        if cut_call: self.answer.cut_in = 'call'
+        if event.reason == 'stop' and dropped: pieces, self.answer.cut_in = [*pieces, Piece('content', dropped)], None
+        if event.reason != 'stop' and cut_call: pieces = [replace(p, text='') if p.kind == 'call_end' else p for p in pieces]       # a limit says itself that something is missing
         return pieces
 
     def _take(self, piece):
@@ -94,12 +106,14 @@ class AnswerBuilder:
         elif piece.kind == 'content': answer.content += piece.text
         elif piece.kind == 'call': answer.calls.append(ToolCall(self.call_id(piece.call), piece.name))
         elif piece.kind == 'arguments': answer.calls[piece.call].arguments += piece.text
-        elif piece.kind == 'call_end': answer.calls[piece.call].complete = piece.complete
+        elif piece.kind == 'call_end':
+            answer.calls[piece.call].complete, answer.calls[piece.call].markup = piece.complete, piece.text
+            answer.content += piece.text
 
     def _end(self, event):
         answer = self.answer
         if answer.calls and not answer.calls[-1].complete: answer.cut_in = 'call'
-        answer.reason = 'tool_calls' if event.reason == 'stop' and answer.calls else event.reason
+        answer.reason = 'tool_calls' if event.reason == 'stop' and answer.calls and not answer.unfinished else event.reason
         answer.stop, answer.usage, answer.seed, answer.timing = event.stop, event.usage, event.seed, event.timing
 
 # %% ../../nbs/serve/01_chat.ipynb #bf8c7a6b
@@ -181,6 +195,14 @@ def answer_job(job: Job, engine) -> dict:
         for event in stream: answers.add(k * n + event.choice, event)
     return answers.response()
 
+def last_words(writer: Writer, error: BaseException) -> bytes:
+    "The writer's `failure`. It must not fail itself: whatever happens, a stream ends with an event that names an error"
+    try: return writer.failure(error_of(error))
+    except Exception as second:
+        said = dict(type='error', code='internal_error', message=f'internal error ({type(error).__name__}, and {type(second).__name__} while telling it)')
+        data = to_json(dict(said, error=dict(said, type='server_error', param=None)))
+        return b'event: error\ndata: ' + data + b'\n\n' if writer.media_type == Writer.media_type else data + b'\n'
+
 def stream_job(job: Job, engine) -> Iterator[bytes]:
     "The bytes of the stream, as they come"
     answers, n = JobAnswers(job), job.requests[0].params.n
@@ -189,8 +211,9 @@ def stream_job(job: Job, engine) -> Iterator[bytes]:
         yield answers.opening()
         for k, stream in enumerate(streams):
             for event in stream: yield answers.add(k * n + event.choice, event)
-    except Exception as error: yield job.writer.failure(error_of(error))
-    else: yield answers.closing()
+        end = answers.closing()
+    except Exception as error: end = last_words(job.writer, error)
+    yield end
 
 # %% ../../nbs/serve/01_chat.ipynb #cb907935
 _TYPES = ('string', 'number', 'integer', 'boolean', 'array', 'object', 'null')
@@ -265,7 +288,8 @@ def chat_prompt(call: ChatCall, engine) -> Prompt:
         raise ApiError(400, "'tools': this model's chat template has no tool calls of a form that this server reads; leave the field out", param='tools', code='unsupported_parameter')
     thinking = False if call.budget == 0 and call.thinking is None else call.thinking
     variables = template.switches(thinking, call.effort).variables | call.variables
-    ids = [int(i) for i in engine.encode_chat(call.messages, **({'tools': tools} if tools else {}), **variables)]
+    try: ids = [int(i) for i in engine.encode_chat(call.messages, **({'tools': tools} if tools else {}), **variables)]
+    except UnicodeEncodeError: raise RequestError("'messages' holds half of a surrogate pair (\\ud800 to \\udfff) in the arguments of a call, which is no character", 'messages') from None
     return Prompt(ids, markup, opened_by(ids, markup, engine.tokenizer), tools)
 
 # %% ../../nbs/serve/01_chat.ipynb #df8b552c

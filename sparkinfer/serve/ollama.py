@@ -218,6 +218,7 @@ class OllamaWriter(Writer):
         elif piece.kind == 'call': self.name, self.arguments = piece.name, ''
         elif piece.kind == 'arguments': self.arguments += piece.text
         elif piece.kind == 'call_end' and piece.complete: text = self.text(calls=[self.call(piece.call, self.name, self.arguments)])
+        elif piece.kind == 'call_end' and piece.text: text = self.text(piece.text)                # left unfinished: its markup, so that nothing is lost
         if text is None and logprobs: text = self.text()
         return self.line(text, logprobs) if text else b''
 

@@ -361,9 +361,9 @@ class ChatWriter(OpenAIWriter):
         if piece.kind == 'arguments': return dict(tool_calls=[dict(index=piece.call, function=dict(arguments=piece.text))])
 
     def message(self, answer: Answer) -> dict:
-        out = dict(role='assistant', content=answer.content or (None if answer.calls else ''), refusal=None)
+        out = dict(role='assistant', content=answer.content or (None if answer.made else ''), refusal=None)
         if answer.reasoning and not self.exclude: out['reasoning_content'] = answer.reasoning
-        if answer.calls: out['tool_calls'] = [dict(id=c.id, type='function', function=dict(name=c.name, arguments=c.arguments)) for c in answer.calls]
+        if answer.made: out['tool_calls'] = [dict(id=c.id, type='function', function=dict(name=c.name, arguments=c.arguments)) for c in answer.made]
         return out
     def choice(self, index, answer):
         return dict(index=index, message=self.message(answer), logprobs=chat_logprobs(answer.logprobs, self.tokenizer) if self.want_logprobs else None, finish_reason=answer.reason)

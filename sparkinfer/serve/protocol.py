@@ -101,11 +101,16 @@ async def read_body(request,      # a Starlette Request
 # %% ../../nbs/serve/00_protocol.ipynb #435a2aa1
 def _no_constant(name): raise ValueError(f'{name} is not JSON')
 
+def _finite(text):
+    value = float(text)
+    if value in (float('inf'), float('-inf')): raise ValueError(f'{text[:40]} is larger than any number that can be kept')
+    return value
+
 def parse_json(data: bytes) -> dict:
     "A JSON object, or ApiError 400 that says what is wrong and where"
     try:
         text = data.decode('utf-8')
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
         if '\\ud' in text.lower(): json.dumps(value, ensure_ascii=False).encode('utf-8')
     except UnicodeDecodeError as e: raise ApiError(400, f'the body is not UTF-8: byte {e.start} is {data[e.start]:#04x}', code='invalid_json') from None
     except UnicodeEncodeError: raise ApiError(400, 'the body holds half of a surrogate pair (\\ud800 to \\udfff), which is no character', code='invalid_json') from None

@@ -35,6 +35,7 @@ class Block:
     call: int = -1           # a call's number
     name: str = ''
     complete: bool = True
+    markup: str = ''         # of a call that was left unfinished, not by a limit: what the model wrote
     logprobs: list = field(default_factory=list)
 
 # %% ../../nbs/serve/03_responses.ipynb #b8058a08
@@ -56,7 +57,9 @@ class Blocks:
 
     def push(self, piece, logprobs=()):
         if piece.kind == 'call': return self.begin('call', call=piece.call, name=piece.name)
-        if piece.kind == 'call_end': return self.close(piece.complete)
+        if piece.kind == 'call_end':
+            if self.open is not None: self.open.markup = piece.text
+            return self.close(piece.complete)
         if piece.kind == 'content': self.waiting += logprobs
         if not piece.text: return []
         kind = 'call' if piece.kind == 'arguments' else piece.kind
@@ -408,10 +411,10 @@ class ResponsesWriter(Writer):
         self.number += 1
         return named(dict(type=f'response.{kind}', sequence_number=self.number - 1, **more))
 
-    def document(self, status, output=(), usage=None, error=None, **more) -> dict:
-        "The response as it stands"
+    def document(self, status, output=(), usage=None, error=None, reason=None, **more) -> dict:
+        "The response as it stands; `reason`: why it is incomplete"
         return dict(id=f'resp_{self.id}', object='response', created_at=self.created, status=status, model=self.model, output=list(output), error=error,
-                    incomplete_details=dict(reason='max_output_tokens') if status == 'incomplete' else None, usage=usage and usage_dict(usage), **self.echo,
+                    incomplete_details=dict(reason=reason) if status == 'incomplete' else None, usage=usage and usage_dict(usage), **self.echo,
                     **more)
 
     def logprobs(self, entries): return chat_logprobs(entries, self.tokenizer)['content'] if entries else []
@@ -492,8 +495,9 @@ def ending(self: ResponsesWriter, choice, answer) -> bytes: return self.steps(se
 @patch
 def response(self: ResponsesWriter, answers, usage) -> dict:
     answer = answers[0]
-    done = {} if answer.reason == 'length' else dict(completed_at=int(time.time()))
-    out = self.document('incomplete' if answer.reason == 'length' else 'completed', map(self.item, self.blocks.all), usage, seed=answer.seed, **done)
+    reason = 'max_output_tokens' if answer.reason == 'length' else 'unfinished_call' if answer.unfinished else None        # the second word is ours: the model stopped within a call
+    done = {} if reason else dict(completed_at=int(time.time()))
+    out = self.document('incomplete' if reason else 'completed', map(self.item, self.blocks.all), usage, reason=reason, seed=answer.seed, **done)
     if self.keep: self.keep(out)
     return out
 

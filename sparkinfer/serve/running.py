@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from fastcore.basics import patch
 from ..engine.request import DeadlineExceeded, EngineBusy, FinishEvent
-from .chat import JobAnswers
+from .chat import JobAnswers, last_words
 from .protocol import ApiError, error_of
 
 log = logging.getLogger('sparkinfer.serve')
@@ -201,10 +201,10 @@ async def stream_answer(running: RunningJob, send, receive, pulse: Pulse, header
                 parts.clear()
                 if data: await sending.write(data)
             tail = answers.closing()
-        except asyncio.CancelledError: tail, status = writer.failure(stopped_now()), 503       # a second Ctrl-C: the client hears of it, and no traceback does
+        except asyncio.CancelledError: tail, status = last_words(writer, stopped_now()), 503       # a second Ctrl-C: the client hears of it, and no traceback does
         except Exception as error:
             log_unexpected(error)
-            tail, status = writer.failure(error_of(error)), error_of(error).status
+            tail, status = last_words(writer, error), error_of(error).status
         finally: pulse.sending.discard(sending)
         meter.ended(408 if sending.cut else 499 if running.cancelled else status, answers)
         if not sending.cut: await sending.write(b''.join(parts) + tail, more=False)

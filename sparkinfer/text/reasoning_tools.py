@@ -16,7 +16,7 @@ from fastcore.basics import patch
 class Piece:
     "What a bit of a model's text is"
     kind: str               # 'reasoning', 'content', 'call' (a tool call begins), 'arguments' (the next characters of its JSON), 'call_end'
-    text: str = ''
+    text: str = ''          # with 'call_end' of an incomplete call: the markup that it was read from, for those who show it rather than lose it
     call: int = -1          # number of the call in this answer: 0, 1, 2 …
     name: str = ''          # of the tool, with 'call'
     complete: bool = True   # with 'call_end': False when the text ended, or stopped making sense, within the arguments. They stay open; `closing` gives what would close them
@@ -54,7 +54,13 @@ _SPACE, LARGEST_DEPTH = ' \t\r\n', 100
 _SPACES, _RUN, _WORD = re.compile(r'[ \t\r\n]*'), re.compile(r'[^"\\\x00-\x1f]+'), re.compile(r'[-+.\w]+')
 _ESCAPE, _HALF_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'), re.compile(r'\\(?:u[0-9a-fA-F]{0,3})?')
 _NUMBER = re.compile(r'-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?')
+_HIGH, _LOW, _HALF_LOW = re.compile(r'\\u[dD][89abAB]'), re.compile(r'\\u[dD][c-fC-F][0-9a-fA-F]{2}'), re.compile(r'(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?')
 _LITERALS = {'true': 'true', 'false': 'false', 'null': 'null', 'True': 'true', 'False': 'false', 'None': 'null'}
+
+def _number(word):
+    "A number as it is written; None for what is none, and for what a reader of JSON could not keep: 1e400, more than 4,300 digits"
+    try: return word if _NUMBER.fullmatch(word) and abs(json.loads(word)) != float('inf') else None
+    except ValueError: return None
 
 class JsonText:
     "Reads one JSON value that comes in bits and gives it out again, so that what was given out needs only a quote and brackets to be whole"
@@ -101,7 +107,12 @@ def _in_string(self: JsonText, text, at):
         self.quoted = ''
         return at + 1
     if c != '\\': return put(json.dumps(c)[1:-1], at + 1)                                   # a bare line break or tab
-    if escape := _ESCAPE.match(text, at): return put(escape.group(), escape.end())
+    if escape := _ESCAPE.match(text, at):
+        end, first = escape.end(), escape.group()
+        if _LOW.match(first): return put('\\ufffd', end)                                    # half of a surrogate pair alone is no character
+        if not _HIGH.match(first): return put(first, end)
+        if second := _LOW.match(text, end): return put(first + second.group(), second.end())
+        return at if _HALF_LOW.fullmatch(text, end) else put('\\ufffd', end)
     return at if _HALF_ESCAPE.fullmatch(text, at) else put('\\\\', at + 1)
 
 @patch
@@ -121,7 +132,7 @@ def _outside(self: JsonText, text, at, final):
     elif c == ':' and state == ':': self.held += c; self.state = 'value'
     elif state.endswith('value') and (word := _WORD.match(text, at)):
         if word.end() == len(text) and not final: return at                                 # a number may go on
-        value = _LITERALS.get(word.group(), word.group() if _NUMBER.fullmatch(word.group()) else None)
+        value = _LITERALS.get(word.group()) or _number(word.group())
         if value is None: self.broken = True; return at
         self._give(value); self._value_ended()
         return word.end()
@@ -164,11 +175,13 @@ def as_json(text: str,      # a parameter's value as a model wrote it, without q
             types: set      # what its schema allows; empty: not known
            ) -> str:
     "The value as JSON text. Where a string is one possibility of several, JSON comes first; what should be JSON and is not is passed on as a string."
-    def refuse(constant): raise ValueError(constant)                                         # NaN and Infinity are no JSON
     written = text.strip()
     if types & {'boolean', 'null'} and 'string' not in types: written = _LITERALS.get(written, written)
-    try: value = json.loads(written, parse_constant=refuse)
-    except (ValueError, RecursionError): return json.dumps(text, ensure_ascii=False)
+    read = JsonText()
+    try: value, _ = json.loads(written), read.push(written, final=True)
+    except (ValueError, RecursionError): pass
+    if not read.ended: return json.dumps(text, ensure_ascii=False)                            # also NaN, 1e400 and what is nested too deeply
+    written = read.take()
     fits = _kind_of(value) in types or (_kind_of(value) == 'integer' and 'number' in types)
     return json.dumps(text, ensure_ascii=False) if types == {'string'} or 'string' in types and not fits else written
 
@@ -265,6 +278,12 @@ class Calls:
     def _break(self, at): self.status = 'broken'; return at
 
 # %% ../../nbs/text/03_reasoning_tools.ipynb #11fabeb0
+def _whole_json(text):
+    "JSON text, mended as `JsonText` does it; ValueError"
+    read = JsonText()
+    if text[read.push(text, final=True):].strip() or not read.ended: raise ValueError(text)
+    return read.take()
+
 class HermesCalls(Calls):
     'A JSON object with a name and arguments: `{"name": "sky", "arguments": {"at": "Oslo"}}`'
     starter = '{'
@@ -295,7 +314,7 @@ class HermesCalls(Calls):
         if self._delivered: return True
         arguments = self._arguments or 'null'
         try:
-            if arguments[0] == '"': arguments = json.loads(arguments)                        # JSON within a string of JSON
+            if arguments[0] == '"': arguments = _whole_json(json.loads(arguments))           # JSON within a string of JSON
             arguments = '{}' if arguments == 'null' else arguments
             if not isinstance(self._name, str) or not self._name or not isinstance(json.loads(arguments), dict): return False
         except (ValueError, RecursionError): return False
@@ -417,7 +436,8 @@ class OutputParser:
         self._blank, self._marked, self._line_blank = True, opened, True    # nothing given out since the last marker; there was a marker; nothing but spaces in this line
         self._call, self._held, self._found = None, '', []                  # the parser of a call; the text that may be one; within reasoning: the pieces it would give
         self._calls, self._mute = [], False
-        self.cut_call = False                                               # the text ended within a call
+        self._raw = ''                                                      # the markup of the call so far
+        self.cut_call, self.dropped = False, ''                             # the text ended within a call; the markup that was cut before it was known whether it is one
 
     @property
     def reasoning_open(self) -> bool: return self._mode == 'reasoning'
@@ -510,6 +530,7 @@ def _in_text(self: OutputParser, final, cut):
     else:
         bare = marker == self._format.starter
         self._call, self._found, self._held = self._format(self._offered, bare), [], text[len(body):] + marker * (not bare)
+        self._raw = self._held.lstrip(_SPACE) if self._blank and self._marked else self._held
         rest = marker * bare + rest
     self._buffer = rest
     return True
@@ -520,7 +541,8 @@ def _in_call(self: OutputParser, final, cut):
     "A call in content"
     call, text, self._buffer = self._call, self._buffer, ''
     began = call.status == 'inside'
-    pieces = call.push(text, final and not cut)
+    pieces, self._raw = call.push(text, final and not cut), self._raw + text
+    if call.status == 'broken': pieces = [p if p.complete else Piece(p.kind, self._unfinished(), complete=False) for p in pieces]
     self._give_call(pieces)
     began = began or bool(pieces)
     self._held = '' if began else self._held + text
@@ -528,14 +550,20 @@ def _in_call(self: OutputParser, final, cut):
         self._buffer, self._call = call.lost + call.rest, None
         if began: self._pass_marker('content')
         else: self._give_text(self._held[:len(self._held) - len(call.rest)])
-        if call.again: self._call, self._held = self._format(self._offered), ''
+        if call.again: self._call, self._held, self._raw = self._format(self._offered), '', ''
         return True
     if final:
         self._call = None
         if call.status == 'unsure' and not cut: self._give_text(self._held)
-        elif call.status == 'unsure': self.cut_call = True                                        # markup is no content, and which call it was is not known
-        elif call.owes: self._give_call([Piece('call_end', complete=False)]); self.cut_call = True
+        elif call.status == 'unsure': self.cut_call, self.dropped = True, self._held              # markup is no content, and which call it was is not known
+        elif call.owes: self._give_call([Piece('call_end', self._raw, complete=False)]); self.cut_call = True
     return False
+
+@patch
+def _unfinished(self: OutputParser):
+    "The markup of a call that broke off, without what is read anew"
+    unread = self._call.lost + self._call.rest
+    return self._raw.removesuffix(unread) if self._raw.endswith(unread) else self._raw[:len(self._raw) - len(self._call.rest)]
 
 # %% ../../nbs/text/03_reasoning_tools.ipynb #fa7473f8
 @patch
