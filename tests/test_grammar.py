@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from sparkinfer.engine.engine import Engine
-from sparkinfer.engine.grammar import Constraint, GrammarCompiler, tool_grammar
-from sparkinfer.engine.request import ErrorEvent, Grammar, ReasoningBudget, Request, SamplingParams
-from sparkinfer.errors import RequestError
+from sparkinfer.engine import grammar as grammar_module
+from sparkinfer.engine.grammar import MOST_GIVEN_UP, Constraint, GrammarCompiler, tool_grammar
+from sparkinfer.engine.request import EngineBusy, ErrorEvent, Grammar, ReasoningBudget, Request, SamplingParams
+from sparkinfer.errors import RequestError, SparkinferError
 from sparkinfer.formats.gguf import open_gguf
 from sparkinfer.model_store import resolve
 from sparkinfer.models.toy_runner import ToyRunner, toy_tokenizer
@@ -204,6 +205,108 @@ def test_hostile_schemas_are_over_soon(compiler, name, schema):
 def test_hostile_grammars_are_over_soon(compiler, source):
     try: compiler.rules(SamplingParams(grammar=Grammar('lark', source))).start().allowed()
     except RequestError: pass
+
+BOMB = {'type': 'number', 'multipleOf': 9999991}
+HIDDEN = {'no keyword': {'$ref': '#/foo/bar', 'foo': {'bar': BOMB}}, 'a default': {'$ref': '#/default', 'default': BOMB}, 'an example': {'$ref': '#/examples/0', 'examples': [BOMB]},
+    'a value': {'$ref': '#/enum/0', 'enum': [BOMB]}, 'spelled otherwise': {'$ref': '#/f%6fo', 'foo': BOMB}, 'beside the definitions': {'$ref': '#/$defs/a/x', '$defs': {'a': {'x': BOMB}}},
+    'through another one': {'$ref': '#/$defs/a', '$defs': {'a': {'$ref': '#/x'}}, 'x': BOMB}, 'a nested id': {'$ref': '#/$defs/a', '$defs': {'a': {'$id': 'http://x/', '$ref': '#/x', 'x': BOMB}}},
+    'an anchor': {'$ref': '#a', 'x': {'$anchor': 'a', **BOMB}}, 'its own address': {'$id': 'http://x/', '$ref': 'http://x/#/x', 'x': BOMB},
+    'where it may stand': {'$ref': '#/$defs/a', '$defs': {'a': BOMB}}, 'both at once': {'allOf': [{'type': 'integer', 'multipleOf': 1999}, {'multipleOf': 1997}, {'multipleOf': 1993}]}}
+
+@pytest.mark.parametrize('name', HIDDEN)
+def test_no_reference_gets_around_the_bounds(compiler, name):
+    "Wherever it stands: a compilation of these takes minutes and gigabytes"
+    for grammar in (Grammar('json_schema', HIDDEN[name]), tool_grammar([{'type': 'function', 'function': {'name': 'f', 'parameters': {'type': 'object', 'properties': {'p': {'type': 'object'}}, **HIDDEN[name]}}}], 'required', True, Markup('', '', 'hermes'))):
+        used = time.process_time()
+        with pytest.raises(RequestError, match=r"\$ref|multipleOf|\$id"): compiler.compile(grammar)
+        assert time.process_time() - used < 1
+
+def test_references_that_people_write(compiler):
+    "By name, escaped, to a property, to a place in a list, to the whole, to `true`"
+    for schema in ({'$ref': '#/$defs/a%20b', '$defs': {'a b': {'type': 'null'}}}, {'$ref': '#/definitions/a~1b', 'definitions': {'a/b': {'type': 'null'}}}, {'$ref': '#/$defs/x', '$defs': {'x': True}},
+                   {'type': 'object', 'properties': {'a': {'type': 'integer'}, 'b': {'$ref': '#/properties/a'}}}, {'anyOf': [{'type': 'null'}, {'type': 'array', 'items': {'$ref': '#/anyOf/0'}}]},
+                   {'type': 'object', 'properties': {'next': {'anyOf': [{'type': 'null'}, {'$ref': '#'}]}}}, {'$id': 'http://x/y', '$ref': '#/$defs/a', '$defs': {'a': {'type': 'boolean'}}}): compiler.compile(Grammar('json_schema', schema))
+
+VALUES = [None, True, False, 0, 3, -1, 1.5, 1e308, 1 << 60, 1 << 70, '', 'x', '#', '#/', '[', [], {}, [3], ['a'], [None], [{}], [[]], [True], {'a': 3}, {'a': None}, {'a': []}, {'a': {}}, {'a': True}, 'object', ['string', 'object'], float('inf'), float('nan'), '\ud800']
+KEYWORDS = sorted(grammar_module._SHAPE_OF.keys() | {'const', 'default', 'title', 'description', 'examples', 'dependentRequired', 'dependencies', '$dynamicRef', '$schema', 'id', 'contentSchema', 'x-guidance', 'nullable'})
+
+@given(key=st.sampled_from(KEYWORDS), value=st.sampled_from(VALUES), form=st.sampled_from(['schema', 'part', 'hermes', 'qwen_xml']),
+       base=st.sampled_from([{}, {'type': 'object', 'properties': {'a': {}}}, {'type': 'string'}, {'type': 'number'}, {'type': 'array', 'items': {'type': 'integer'}}]))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+def test_values_of_the_wrong_type_are_refused_or_mean_nothing(compiler, key, value, form, base):
+    "At every keyword: a grammar or a RequestError, and no other exception"
+    schema = {**base, key: value}
+    if form != 'schema': schema = {'type': 'object', 'properties': {'p': schema}, 'required': ['p']}
+    try: compiler.compile(Grammar('json_schema', schema) if form in ('schema', 'part') else tool_grammar([{'type': 'function', 'function': {'name': 'f', 'parameters': schema}}], 'required', True, Markup('', '', form)))
+    except RequestError: pass
+
+@pytest.mark.parametrize('schema', [{'properties': 3}, {'properties': True}, {'patternProperties': []}, {'required': 'a'}, {'required': [3]}, {'enum': 'a'}, {'anyOf': {}}, {'allOf': [3]}, {'$defs': 3}, {'$defs': {'a': 3}}, {'items': 3},
+    {'$ref': 3}, {'format': 3}, {'pattern': 3}, {'type': 3}, {'maxLength': -1}, {'minItems': 1.5}, {'minimum': '3'}, {'maximum': True}, {'multipleOf': 'a'}, {'multipleOf': 0}])
+def test_the_keyword_of_the_wrong_type_is_named(compiler, schema):
+    with pytest.raises(RequestError, match=next(iter(schema)).replace('$', '.')): compiler.compile(Grammar('json_schema', {'properties': {'p': schema}}))
+
+def test_bounds_that_float64_cannot_hold(compiler):
+    for key in ('minimum', 'maximum', 'exclusiveMinimum', 'exclusiveMaximum'):
+        for value in (2**53 + 1, -2**53 - 1, 2**63 - 1, 10**400, 1e17):
+            with pytest.raises(RequestError, match=key): compiler.compile(Grammar('json_schema', {'type': 'integer', key: value}))
+    text, _ = walk(compiler, SamplingParams(grammar=Grammar('json_schema', {'type': 'integer', 'minimum': 2**53 - 1, 'maximum': 2**53})), 1)
+    assert int(text) in (2**53 - 1, 2**53)
+    compiler.compile(Grammar('json_schema', {'type': 'number', 'maximum': 2**60}))
+
+@pytest.mark.parametrize('kind,source', [('regex', 'a{1000000}'), ('lark', 'start: "a"{100000000}'), ('json_schema', {'allOf': [{'type': 'object', 'properties': {f'p{j}_{i}': {'type': 'string'} for i in range(400)}} for j in range(10)]})])
+def test_what_breaks_at_its_first_token_is_refused(compiler, kind, source):
+    with pytest.raises(RequestError, match='too complex'): compiler.compile(Grammar(kind, source))
+
+def test_reasons_in_plain_words(compiler):
+    for kind, source, why in (('json_schema', {'$ref': '#'}, 'lead only to itself'), ('gbnf', 'root ::= ', 'only an empty answer'), ('regex', r'[^\s\S]', 'no text at all')):
+        with pytest.raises(RequestError, match=why) as caught: compiler.compile(Grammar(kind, source))
+        assert 'NoExtension' not in str(caught.value)
+
+@pytest.mark.parametrize('source', ['start: s\ns: s s | s s s | /[a-z ]/ | ', 'start: s\ns: s s s | /[a-z]/'])
+def test_rules_that_take_ever_longer_end_as_the_fault_of_their_request(tokenizer, source):
+    "Letters that can be read in many ways: a mask would take seconds; the neighbour says what it says alone"
+    script = lambda history: np.random.default_rng([7, *history]).standard_normal(tokenizer.vocab_size, np.float32)
+    with engine_of(script, tokenizer) as engine:
+        free, bad = SamplingParams(temperature=1, seed=3, max_tokens=30), SamplingParams(temperature=1, seed=4, top_k=0, top_p=1, min_p=0, max_tokens=300, ignore_eos=True, grammar=Grammar('lark', source))
+        want, used = engine.submit(Request([1], free)).collect()[0].token_ids, time.process_time()
+        stream, neighbour = engine.submit(Request([2], bad)), engine.submit(Request([1], free))
+        with pytest.raises(RequestError, match='broken off: the grammar is too complex') as caught: stream.collect()
+        assert caught.value.param == 'response_format' and neighbour.collect()[0].token_ids == want
+        assert time.process_time() - used < 8 and engine.health().ok
+
+def test_a_token_that_the_grammar_does_not_allow_is_our_fault(compiler, tokenizer):
+    constraint = compiler.rules(SamplingParams(grammar=Grammar('regex', 'ab'))).start()
+    with pytest.raises(SparkinferError, match='was drawn') as caught: constraint.accept(tokenizer.encode('x')[0])
+    assert not isinstance(caught.value, RequestError)
+
+def test_compilations_that_hang_do_not_keep_others_out(tokenizer, monkeypatch):
+    "They give their places back; if many hang, requests are refused at once and do not wait"
+    compiler, real, go = GrammarCompiler(tokenizer), GrammarCompiler._compile, threading.Event()
+    monkeypatch.setattr(GrammarCompiler, '_compile', lambda self, grammar: go.wait(60) if 'hang' in grammar.source else real(self, grammar))
+    monkeypatch.setattr(grammar_module.in_bounds, '__defaults__', (.1, .5))
+    compiler.load()
+    try:
+        for n in range(MOST_GIVEN_UP):
+            compiler.compile(Grammar('regex', f'fine{n}'))
+            with pytest.raises(RequestError, match='more than'): compiler.compile(Grammar('regex', f'hang{n}'))
+        began = time.perf_counter()
+        with pytest.raises(EngineBusy): compiler.compile(Grammar('regex', 'fine too'))
+        assert time.perf_counter() - began < .3
+        compiler.compile(Grammar('regex', 'fine0'))                             # what is known needs nobody
+    finally: go.set()
+    with grammar_module._compilers.changed: assert grammar_module._compilers.changed.wait_for(lambda: not grammar_module._compilers.given_up, 10)
+    compiler.compile(Grammar('regex', 'fine again'))
+
+def test_white_space_is_that_of_json_on_one_line_or_many(compiler, tokenizer):
+    def fits(text):
+        constraint = compiler.rules(SamplingParams(grammar=Grammar('json_object'))).start()
+        for token in tokenizer.encode(text):
+            if not unpack_mask(constraint.allowed(), tokenizer.vocab_size)[token]: return False
+            constraint.accept(token)
+        return True
+    value = {'a': [1, {'b': 'c  d'}], 'e': {'f': [], 'g': {'h': [True]}}}
+    for said in (json.dumps(value), json.dumps(value, separators=(',', ':')), *(json.dumps(value, indent=n) for n in (1, 2, 3))): assert fits(said), said
+    for said in ('{  "a": 1}', '{\r\n"a": 1}', '{\n\n"a": 1}', '{"a":  1}', '{\n' + ' ' * 30 + '"a": 1}'): assert not fits(said), said
 
 def test_a_fault_in_a_matcher_ends_its_request_only(tokenizer, script, monkeypatch):
     grammar, asked = Grammar('regex', '[ab]{30}'), dict(temperature=1, seed=4, max_tokens=12)

@@ -72,7 +72,7 @@ def _inner(schema):
     for key in _OF_LISTS: yield from schema[key] if isinstance(schema.get(key), list) else ()
     for key in _ALONE: yield schema.get(key)
 
-# %% ../../nbs/engine/04_grammar.ipynb #297768aa
+# %% ../../nbs/engine/04_grammar.ipynb #344e9478
 def checked_schema(schema, refuse) -> dict:
     "A JSON schema (changed in place) without what is only a remark. refuse: message → the exception for what is too large or cannot be enforced"
     if schema is True: return {}
@@ -265,13 +265,17 @@ def _compile(self: GrammarCompiler, grammar):
     "→ a matcher, or the RequestError that says why not: both are kept"
     refuse = lambda message: RequestError(message, grammar.param)
     library = self.load()
+    spelled = grammar.source
+    if grammar.kind in ('json_schema', 'tools'):
+        try: spelled = json.dumps(json.loads(grammar.source), ensure_ascii=False)
+        except (ValueError, RecursionError) as error: return refuse(f'the schema is not JSON: {error}')
+    if re.search('[\ud800-\udfff]', spelled): return refuse('the grammar holds half of a surrogate pair, which is no character')
     content = json.loads(grammar.source)['content'] if grammar.kind == 'tools' else None
     if content and isinstance(alone := self._compile(Grammar(*content)), RequestError): return alone           # so that the error names what the client wrote
     try: rules = tool_rules(grammar.source, self.special, refuse) if grammar.kind == 'tools' else RULES[grammar.kind](grammar.source, refuse)
     except RequestError as error: return error
     matcher = LLMatcher(library, rules, log_level=0, limits=_LIMITS)
     if matcher.is_error(): return refuse(f'the grammar cannot be used: {_one_line(matcher.get_error())}')
-    spelled = json.dumps(json.loads(grammar.source), ensure_ascii=False) if grammar.kind in ('json_schema', 'tools') else grammar.source
     if lacking := next((c for c in spelled if c > '\x7f' and not self.bytes.issuperset(c.encode('utf-8', 'replace'))), None):
         return refuse(f'the grammar holds the character {lacking!r}, which no tokens of this model can spell')      # or a token would be allowed and then not taken
     if why := self._probe(matcher): return refuse(why)
