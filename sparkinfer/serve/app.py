@@ -146,7 +146,7 @@ async def answer(self: Exchange):
     context = Context(state.ready(), state.settings, state.created, state.store, state, path, dict(urllib.parse.parse_qsl(self.scope['query_string'].decode('latin-1'))), self.headers)
     if route.body is not None: self.body = await read_body(HttpRequest(self.scope, self.receive), int(state.settings.body_limit_mb * 1e6), state.settings.read_seconds)
     def prepare(): return route.prepare(parse(route.body, parse_json(self.body)) if route.body is not None else None, context)
-    made = await (self.look_up(prepare, context) if route.kind == 'answer' else asyncio.to_thread(prepare))
+    made = await (self.look_up(prepare, context) if route.kind == 'answer' else asyncio.get_running_loop().run_in_executor(self.app.preparers, prepare))
     if not isinstance(made, Job): return await self.reply(200, to_json(made))
     await self.generate(context.engine, made)
 
@@ -279,6 +279,7 @@ class App:
         self.state, self.router, self._bell = state, Router(routes), None
         self.pulse = Pulse(state.settings.keep_alive_seconds, state.settings.send_seconds)
         self.readers = ThreadPoolExecutor(64, 'sparkinfer-answers')             # where embeddings wait for each other; in the loop's own few threads nothing else would be prepared meanwhile
+        self.preparers = ThreadPoolExecutor(32, 'sparkinfer-prepare')           # more than can compile a grammar or wait for that: the others' prompts are not kept waiting by it
 
     def bell(self) -> Bell:
         if self._bell is None: self._bell = Bell(asyncio.get_running_loop())
