@@ -279,7 +279,7 @@ def check_same_text(model, ids, against, text, tokens):
     "SparkinferError, before minutes of work, where a second model reads `text` as other tokens than `model` does"
     _, weights, metadata = open_model(against)
     other = text_ids(metadata, text, tokens)[0]
-    if not np.array_equal(ids, other): raise SparkinferError(f'{model} and {against} have different tokenizers (this text has {len(ids)} and {len(other)} tokens, the first {tokens} differ), so their predictions cannot be compared')
+    if not np.array_equal(ids, other): raise SparkinferError(f'{model} and {against} have different tokenizers (they read this text as other tokens), so their predictions cannot be compared')
 
 # %% ../../nbs/measure/01_accuracy.ipynb #c45a1e9d
 def text_ids(metadata, text=None, tokens=512):
