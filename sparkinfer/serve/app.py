@@ -208,9 +208,9 @@ def list_models(body, context):
     return dict(object='list', data=[model_entry(context.engine, context.created)])
 
 def one_model(body, context):
-    "The model, by its name"
+    "The model, under any name unless the settings say `strict_models`: as it answers"
     model, engine = context.path['model'], context.engine
-    if model != engine.name: raise ApiError(404, f'the model {model[:200]!r} does not exist here; this server has {engine.name!r}', param='model', code='model_not_found')
+    if context.settings.strict_models and model != engine.name: raise ApiError(404, f'the model {model[:200]!r} does not exist here; this server has {engine.name!r}', param='model', code='model_not_found')
     return anthropic.model_info(engine, context.created) if 'anthropic-version' in context.headers else model_entry(engine, context.created)
 
 def info(body, context):
