@@ -192,6 +192,7 @@ def choose_capacity(weights, kind, available, context=None, settings=MemorySetti
     slots = settings.slots or int(min(8, 1 + max(spare, 0) // 8 // max(state, 1)))
     spare = max(0, spare - (slots - 1) * state)
     tokens = settings.kv_tokens or int(min(slots * context, context + spare // 4 // max(each, 1)))
+    if slots * context < 16: raise RequestError(f'a context of {context} is not possible: the smallest is {-(-16 // slots)} tokens', 'context')
     if tokens < 16 or each * (tokens - context) > spare:
         raise SparkinferError(f'not enough memory: {tokens:,} tokens of keys and values need {gigabytes(each * tokens)} and {gigabytes(spare + each * context)} are left; up to {context + spare // max(each, 1):,} would fit')
     return Capacity(min(context, tokens), slots, tokens, kv_type, each * tokens + slots * state, slots * state)

@@ -236,3 +236,7 @@ def test_bench_ends_with_json():
     done = sparkinfer('bench', '--contexts', '16', '--prefill', '16', '--tokens', '4', '--rounds', '2')
     record = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0 and {r['what'] for r in record['rates']} == {'decode @16', 'prefill @16'} and record['machine']['cpu']
+
+def test_an_empty_prompt_is_told():
+    done = sparkinfer('run', '')
+    assert done.returncode == 2 and 'the prompt is empty' in done.stderr and done.stdout == ''

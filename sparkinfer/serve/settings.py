@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['RANGES', 'SECRET', 'SOURCES', 'KINDS', 'OTHER_VARIABLES', 'CONTRADICTIONS', 'ServeSettings', 'Setting', 'settings_of',
-           'shown_settings', 'nearest', 'read_config', 'strange_variables', 'contradictions']
+           'shown_settings', 'nearest', 'read_config', 'variable_of', 'strange_variables', 'named_by_source',
+           'contradictions']
 
 # %% ../../nbs/serve/07_settings.ipynb #3eaf2cfa
 import difflib, os, tomllib
@@ -40,7 +41,7 @@ class ServeSettings:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip() == self.api_key and self.api_key):
             raise SparkinferError('--api-key must be printable ASCII without spaces around it, since it travels in a header')
 
-RANGES = [('max_choices', 1, 1000), ('body_limit_mb', 0.001, 1 << 20), ('read_seconds', 0.01, 86400), ('send_seconds', 0.01, 86400), ('idle_seconds', 0.01, 86400),
+RANGES = [('port', 0, 65535), ('max_choices', 1, 1000), ('body_limit_mb', 0.001, 1 << 20), ('read_seconds', 0.01, 86400), ('send_seconds', 0.01, 86400), ('idle_seconds', 0.01, 86400),
           ('keep_alive_seconds', 0.01, 86400), ('shutdown_seconds', 0, 86400), ('keep_responses_mb', 0, 1 << 20)]
 
 # %% ../../nbs/serve/07_settings.ipynb #989fed7d
@@ -64,10 +65,10 @@ def shown_settings(settings: list) -> dict:
     return {s.name: s.shown() for s in settings}
 
 # %% ../../nbs/serve/07_settings.ipynb #578754d0
-def nearest(name: str, names) -> str:
-    "A hint for a name that does not exist"
+def nearest(name: str, names, shown=str) -> str:
+    "A hint for a name that does not exist; `shown`: how a name is spelled there"
     found = difflib.get_close_matches(name.replace('-', '_'), sorted(names), 1, 0.5)
-    return f'did you mean {found[0]!r}?' if found else f'there are {", ".join(sorted(names))}'
+    return f'did you mean {shown(found[0])!r}?' if found else f'there are {", ".join(map(shown, sorted(names)))}'
 
 KINDS = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'a string', tuple: 'a list of strings'}
 
@@ -94,10 +95,12 @@ def read_config(path, kinds: dict) -> dict:
 # %% ../../nbs/serve/07_settings.ipynb #c61bfccd
 OTHER_VARIABLES = {'SPARKINFER_CACHE', 'SPARKINFER_CPU', 'SPARKINFER_SLOW', 'SPARKINFER_BROWSER'}     # read elsewhere
 
+def variable_of(name: str) -> str: return 'SPARKINFER_' + name.upper()
+
 def strange_variables(environ, names) -> list:
     "A line for each variable that looks like a setting of ours and is none"
     ours = [v for v in sorted(environ) if v.startswith('SPARKINFER_') and v not in OTHER_VARIABLES]
-    return [f'{v} is no setting; {nearest(v.removeprefix("SPARKINFER_").lower(), names)}' for v in ours if v.removeprefix('SPARKINFER_').lower() not in names]
+    return [f'{v} is no setting; {nearest(v.removeprefix("SPARKINFER_").lower(), names, variable_of)}' for v in ours if v.removeprefix('SPARKINFER_').lower() not in names]
 
 # %% ../../nbs/serve/07_settings.ipynb #0ee00cd2
 CONTRADICTIONS = [   # (a, b, whether they contradict each other, what to do about it)
@@ -105,9 +108,18 @@ CONTRADICTIONS = [   # (a, b, whether they contradict each other, what to do abo
     ('max_running', 'slots', lambda running, slots: running is not None and slots is not None and running > slots, 'no more requests run together than there are slots: raise slots or lower max_running'),
     ('mixed_rows', 'step_rows', lambda mixed, step: mixed > step, 'a step in which answers are written cannot have more prompt rows than any step has rows: lower mixed_rows or raise step_rows'),
     ('kv_tokens', 'context', lambda kv, context: kv is not None and context is not None and kv < context, 'one request alone may need the keys and values of the whole context: raise kv_tokens or lower context'),
+    ('max_tokens', 'max_output', lambda wanted, most: wanted is not None and most is not None and wanted > most, 'no answer gets longer than max_output: lower max_tokens or raise max_output'),
     ('max_wait', 'max_seconds', lambda wait, most: wait is not None and most is not None and wait > most, 'a request has ended before it has waited so long: lower max_wait'),
     ('log_prompts', 'log_requests', lambda prompts, lines: prompts and not lines, 'there are no log lines into which the prompts could go: switch log_requests on'),
 ]
+
+def named_by_source(message: str, settings: list, path=None) -> str:
+    "A complaint that begins with a setting's name, with the name by which it was given; `path`: of the file of settings"
+    for s in settings:
+        rest = message.removeprefix('--' + s.name.replace('_', '-')) if message.startswith('--') else message.removeprefix(s.name)
+        if rest == message or not rest.startswith(' '): continue
+        return {'environment': variable_of(s.name), 'file': f'{path}: {s.name}'}.get(s.source, message[:len(message) - len(rest)]) + rest
+    return message
 
 def contradictions(settings: list) -> list:
     "[(whether it is an error, one line)] for `Setting`s that cannot be meant together"
