@@ -2,7 +2,7 @@
 
 With the real vocabulary of SmolLM2, whose tokens cut JSON in all kinds of ways, and models that are Python functions; at the end with the real model."""
 import json, random, re, threading, time
-import jsonschema
+import httpx, jsonschema
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -16,9 +16,11 @@ from sparkinfer.formats.gguf import open_gguf
 from sparkinfer.model_store import resolve
 from sparkinfer.models.toy_runner import ToyRunner, toy_tokenizer
 from sparkinfer.ops.sampling import unpack_mask
+from sparkinfer.serve.app import ServeSettings, background_server
 from sparkinfer.text.reasoning_tools import Markup, OutputParser
 from sparkinfer.text.tokenizer import Tokenizer
 from support import ScriptedRunner, TinyTokenizer, babble
+from test_server_openai import build
 
 @pytest.fixture(scope='module')
 def tokenizer():
@@ -109,11 +111,11 @@ def test_batches_with_free_neighbours(tokenizer, script, layer_kinds):
     "Valid unless cut by length; the same tokens alone, in company and with so few pages that answers are thrown out and computed again; free answers say what they say without such neighbours"
     names = ['flat', 'nested', 'choice', 'one of']
     asked = [SamplingParams(temperature=1, top_k=0, top_p=1, min_p=0, seed=n, max_tokens=48, n=1 + n % 2, grammar=Grammar('json_schema', SCHEMAS[name])) for n, name in enumerate(names)]
-    free = [SamplingParams(temperature=t, seed=n, max_tokens=20) for n, t in enumerate((0, 1))]
+    free = [SamplingParams(temperature=t, seed=n, max_tokens=60, ignore_eos=True) for n, t in enumerate((0, 1))]          # long enough that pages run out
     prompts = [[40 + n] * (9 + 12 * n) for n in range(len(asked) + len(free))]
     tokens = lambda answers: [a.token_ids for a in answers]
     with engine_of(script, tokenizer, layer_kinds=layer_kinds) as engine: alone = [engine.submit(Request(p, q)).collect() for p, q in zip(prompts, asked + free)]
-    for settings in (dict(num_slots=8), dict(num_slots=4, num_pages=8, step_rows=7)):
+    for settings in (dict(num_slots=8), dict(num_slots=4, num_pages=10, step_rows=7)):
         with engine_of(script, tokenizer, layer_kinds=layer_kinds, **settings) as engine:
             streams = [engine.submit(Request(p, q)) for p, q in zip(prompts, asked + free)]
             assert [tokens(s.collect()) for s in streams] == [tokens(a) for a in alone]
@@ -282,7 +284,7 @@ def test_a_token_that_the_grammar_does_not_allow_is_our_fault(compiler, tokenize
 def test_compilations_that_hang_do_not_keep_others_out(tokenizer, monkeypatch):
     "They give their places back; if many hang, requests are refused at once and do not wait"
     compiler, real, go = GrammarCompiler(tokenizer), GrammarCompiler._compile, threading.Event()
-    monkeypatch.setattr(GrammarCompiler, '_compile', lambda self, grammar: go.wait(60) if 'hang' in grammar.source else real(self, grammar))
+    monkeypatch.setattr(GrammarCompiler, '_compile', lambda self, grammar: go.wait(60) and RequestError('released') if 'hang' in grammar.source else real(self, grammar))
     monkeypatch.setattr(grammar_module.in_bounds, '__defaults__', (.1, .5))
     compiler.load()
     try:
@@ -296,6 +298,25 @@ def test_compilations_that_hang_do_not_keep_others_out(tokenizer, monkeypatch):
     finally: go.set()
     with grammar_module._compilers.changed: assert grammar_module._compilers.changed.wait_for(lambda: not grammar_module._compilers.given_up, 10)
     compiler.compile(Grammar('regex', 'fine again'))
+
+def test_a_flood_of_slow_grammars_leaves_the_server_to_others(monkeypatch):
+    "Forty requests whose grammars hang: most are refused at once, and a plain request and a known grammar are answered meanwhile"
+    go, real, words = threading.Event(), GrammarCompiler._compile, dict(messages=[dict(role='user', content='greet')], max_tokens=8)
+    monkeypatch.setattr(GrammarCompiler, '_compile', lambda self, grammar: go.wait(60) and RequestError('released') if 'hang' in grammar.source else real(self, grammar))
+    with background_server(build, ServeSettings(port=0, shutdown_seconds=.5)) as state, httpx.Client(base_url=state.url, timeout=30) as http:
+        ask = lambda **more: http.post('/v1/chat/completions', json=dict(words, **more)).status_code
+        assert ask(guided_regex='[a-z]+') == 200
+        answers = []
+        threads = [threading.Thread(target=lambda n=n: answers.append(ask(guided_regex=f'hang{n}'))) for n in range(40)]
+        for t in threads: t.start()
+        try:
+            began = time.perf_counter()
+            while len(answers) < 30: assert time.perf_counter() - began < 5; time.sleep(.01)
+            assert not go.is_set() and set(answers) == {429} and ask() == 200 and ask(guided_regex='[a-z]+') == 200
+            assert time.perf_counter() - began < 5
+        finally:
+            go.set()
+            for t in threads: t.join()
 
 def test_white_space_is_that_of_json_on_one_line_or_many(compiler, tokenizer):
     def fits(text):
