@@ -67,7 +67,7 @@ def test_stopping_frees_the_model(tmp_path):
 @browser
 def test_a_key_is_asked_for(tmp_path):
     with background_server(build, ServeSettings(**quick, api_key='secret')) as server: seen = drive(server.url, tmp_path, 'key')
-    assert 'needs its key' in seen['refused'] and seen['kept'] == 'greet' and seen['texts'] == [REPLIES['greet']] and 'secret' not in seen['url']
+    assert 'needs its key' in seen['refused'] and 'HTTP' not in seen['refused'] and 'header' not in seen['refused'] and 'wrong key' in seen['wrong'] and seen['kept'] == 'greet' and seen['texts'] == [REPLIES['greet']] and 'secret' not in seen['url']
 
 @browser
 def test_a_model_that_loads(tmp_path):

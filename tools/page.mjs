@@ -75,10 +75,12 @@ const scenes = {
         await say(page, 'greet');
         seen.refused = await page.locator('.turn.error').first().textContent();
         seen.kept = await page.locator('#prompt').inputValue();
+        await page.locator('#key').fill('wrong');
+        await page.keyboard.press('Enter');
+        await page.locator('.turn.error', {hasText: 'wrong'}).waitFor();
+        seen.wrong = await page.locator('.turn.error').last().textContent();
         await page.locator('#key').fill('secret');
-        await page.keyboard.press('Enter');
-        await page.locator('#prompt').focus();
-        await page.keyboard.press('Enter');
+        await page.keyboard.press('Enter');                // the question goes out again by itself
         await answered(page, 1);
         seen.texts = await texts(page, '.turn.assistant .text');
         seen.url = page.url();
