@@ -37,7 +37,7 @@ def clean_env() -> dict: return {k: v for k, v in os.environ.items() if k not in
 def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {n.split('/')[0] for n in names} == {'sparkinfer', f'sparkinfer-{sparkinfer.__version__}.dist-info'}
-    modules = {p.relative_to(ROOT).as_posix() for p in (ROOT/'sparkinfer').rglob('*.py')}
+    modules = {p.relative_to(ROOT).as_posix() for pattern in ('*.py', '*.html') for p in (ROOT/'sparkinfer').rglob(pattern)}
     assert modules == {n for n in names if n.startswith('sparkinfer/')}            # a wing without __init__.py would be left out in silence
     assert any(n.endswith('licenses/LICENSE') for n in names)
 
