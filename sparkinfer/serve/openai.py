@@ -17,7 +17,7 @@ import sparkinfer
 from ..engine.request import Grammar, Request, SamplingParams
 from ..errors import RequestError
 from .chat import Answer, AnswerUsage, ChatCall, Job, Piece, Writer, chat_job, chat_prompt
-from .protocol import DONE, OPENAI, ApiError, Body, Context, Envelope, Route, finite, sse
+from .protocol import DONE, OPENAI, ApiError, Body, Context, Envelope, Route, finite, sse, texts_or_ids
 
 # %% ../../nbs/serve/02_openai.ipynb #233848ed
 class StreamOptions(Body):
@@ -275,13 +275,7 @@ def reasoning_of(body: ChatBody) -> dict:
 # %% ../../nbs/serve/02_openai.ipynb #992d9c06
 def prompt_ids(prompt, engine) -> list:
     "A list of token-id lists, or ApiError 400"
-    is_ids = lambda x: isinstance(x, list) and x and all(isinstance(i, int) and not isinstance(i, bool) for i in x)
-    prompts = [prompt] if isinstance(prompt, str) or is_ids(prompt) else prompt
-    if prompts == [] or isinstance(prompts, list) and [] in prompts: raise ApiError(400, "'prompt' holds no tokens; it needs at least one", param='prompt')
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) or is_ids(p) for p in prompts):
-        raise ApiError(400, "'prompt' must be a string, a list of strings, a list of token ids or a list of such lists", param='prompt')
-    if len(prompts) > 64: raise ApiError(400, f"'prompt' may hold 64 prompts, not {len(prompts)}", param='prompt')
-    return [engine.encode_prompt(p) if isinstance(p, str) else p for p in prompts]
+    return [engine.encode_prompt(p) if isinstance(p, str) else p for p in texts_or_ids(prompt, 'prompt', 64, empty=True)]
 
 # %% ../../nbs/serve/02_openai.ipynb #7e2061eb
 def token_name(data: bytes) -> str:

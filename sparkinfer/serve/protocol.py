@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OPENAI', 'DONE', 'KEEP_ALIVE', 'text_json', 'ApiError', 'error_of', 'Dialect', 'Context', 'Route', 'read_body',
-           'parse_json', 'Body', 'parse', 'FormBody', 'to_json', 'sse', 'finite', 'Envelope']
+           'parse_json', 'Body', 'parse', 'texts_or_ids', 'FormBody', 'to_json', 'sse', 'finite', 'Envelope']
 
 # %% ../../nbs/serve/00_protocol.ipynb #e855618f
 import asyncio, json, re, threading
@@ -140,6 +140,17 @@ def parse(kind: type, data: dict):
             wanted = next((word for key, word in _WORDS if key in first['msg']), 'an object' if 'instance of' in first['msg'] else first['msg'])
             message = f"'{path}' must be {wanted}, not {_kind(first['input'])}"
         raise ApiError(400, message, param=path or None) from None
+
+# %% ../../nbs/serve/00_protocol.ipynb #8c989118
+def texts_or_ids(value, param: str, most: int, empty=False) -> list:
+    "The value of the field `param` as a list of texts and of lists of ids, or ApiError 400. `empty`: whether a text may be"
+    is_ids = lambda x: isinstance(x, list) and x and all(isinstance(i, int) and not isinstance(i, bool) for i in x)
+    values = [value] if isinstance(value, str) or is_ids(value) else value
+    if values == [] or isinstance(values, list) and [] in values: raise ApiError(400, f"'{param}' holds no tokens; it needs at least one", param=param)
+    if not isinstance(values, list) or not all(isinstance(v, str) and (v or empty) or is_ids(v) for v in values):
+        raise ApiError(400, f"'{param}' must be a {'' if empty else 'non-empty '}string, a list of strings, a list of token ids or a list of such lists", param=param)
+    if len(values) > most: raise ApiError(400, f"'{param}' may hold {most:,} texts, not {len(values):,}", param=param)
+    return values
 
 # %% ../../nbs/serve/00_protocol.ipynb #ad7b5beb
 _OTHER_FORMS = ('grammar', 'response_format', 'structured_outputs', 'guided_json', 'guided_regex', 'guided_choice', 'guided_grammar')

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_INPUTS', 'ROUTES', 'ScoreBody', 'ids_or_text', 'score_ids', 'plain_ids', 'prepare_score', 'EmbeddingBody',
-           'inputs_of', 'embedded', 'prepare_embeddings', 'OllamaEmbed', 'OllamaEmbeddings', 'prepare_ollama_embed',
+           'embedded', 'prepare_embeddings', 'OllamaEmbed', 'OllamaEmbeddings', 'prepare_ollama_embed',
            'prepare_ollama_embeddings']
 
 # %% ../../nbs/serve/10_score_embed.ipynb #9e1a8b97
@@ -16,7 +16,7 @@ from ..engine.score_embed import POOLINGS
 from ..errors import UnsupportedError
 from . import ollama, openai
 from .chat import ChatCall, chat_prompt
-from .protocol import ApiError, Body, Context, Route, finite
+from .protocol import ApiError, Body, Context, Route, finite, texts_or_ids
 
 # %% ../../nbs/serve/10_score_embed.ipynb #343d0ce1
 class ScoreBody(Body):
@@ -77,15 +77,6 @@ class EmbeddingBody(Body):
     dimensions: int | None = None
     pooling: str | None = None
 
-def inputs_of(value) -> list:
-    "A list of texts or of lists of ids, or ApiError 400"
-    is_ids = lambda x: isinstance(x, list) and x and all(isinstance(i, int) and not isinstance(i, bool) for i in x)
-    inputs = [value] if isinstance(value, str) or is_ids(value) else value
-    if not isinstance(inputs, list) or not inputs or not all(isinstance(x, str) and x or is_ids(x) for x in inputs):
-        raise ApiError(400, "'input' must be a non-empty string, a list of strings, a list of token ids or a list of such lists", param='input')
-    if len(inputs) > MAX_INPUTS: raise ApiError(400, f"'input' may hold {MAX_INPUTS:,} texts, not {len(inputs):,}", param='input')
-    return inputs
-
 def embedded(inputs: list, context: Context, pooling=None, dimensions=None, truncate=False) -> tuple:
     "(vectors, tokens read), or ApiError / RequestError. `truncate`: a text that is too long is cut instead of refused"
     engine = context.engine
@@ -106,7 +97,7 @@ def prepare_embeddings(body: EmbeddingBody, context: Context) -> dict:
     "A vector for each text"
     if body.encoding_format not in (None, 'float', 'base64'): raise ApiError(400, f"'encoding_format' must be float or base64, not {body.encoding_format[:40]!r}", param='encoding_format')
     model = openai.served_model(body, context)
-    vectors, tokens = embedded(inputs_of(body.input), context, body.pooling, body.dimensions)
+    vectors, tokens = embedded(texts_or_ids(body.input, 'input', MAX_INPUTS), context, body.pooling, body.dimensions)
     written = (lambda v: base64.b64encode(v.astype('<f4').tobytes()).decode()) if body.encoding_format == 'base64' else np.ndarray.tolist
     return dict(object='list', data=[dict(object='embedding', index=k, embedding=written(v)) for k, v in enumerate(vectors)], model=model, usage=dict(prompt_tokens=tokens, total_tokens=tokens))
 
@@ -133,7 +124,7 @@ def prepare_ollama_embed(body: OllamaEmbed, context: Context) -> dict:
     ollama.unloads(body.keep_alive)
     ollama.sampling_params(ollama.OllamaBody(options=body.options), context.engine)           # they change nothing here, and a mistake in them is a mistake
     if body.input in (None, '', []): vectors, tokens = [], 0
-    else: vectors, tokens = embedded(inputs_of(body.input), context, None, body.dimensions, body.truncate is not False)
+    else: vectors, tokens = embedded(texts_or_ids(body.input, 'input', MAX_INPUTS), context, None, body.dimensions, body.truncate is not False)
     return dict(model=model, embeddings=[v.tolist() for v in vectors], total_duration=round(1e9 * (time.perf_counter() - began)), load_duration=0, prompt_eval_count=tokens)
 
 def prepare_ollama_embeddings(body: OllamaEmbeddings, context: Context) -> dict:
