@@ -247,13 +247,56 @@ def test_values_of_the_wrong_type_are_refused_or_mean_nothing(compiler, key, val
 def test_the_keyword_of_the_wrong_type_is_named(compiler, schema):
     with pytest.raises(RequestError, match=next(iter(schema)).replace('$', '.')): compiler.compile(Grammar('json_schema', {'properties': {'p': schema}}))
 
-def test_bounds_that_float64_cannot_hold(compiler):
-    for key in ('minimum', 'maximum', 'exclusiveMinimum', 'exclusiveMaximum'):
-        for value in (2**53 + 1, -2**53 - 1, 2**63 - 1, 10**400, 1e17):
-            with pytest.raises(RequestError, match=key): compiler.compile(Grammar('json_schema', {'type': 'integer', key: value}))
-    text, _ = walk(compiler, SamplingParams(grammar=Grammar('json_schema', {'type': 'integer', 'minimum': 2**53 - 1, 'maximum': 2**53})), 1)
-    assert int(text) in (2**53 - 1, 2**53)
-    compiler.compile(Grammar('json_schema', {'type': 'number', 'maximum': 2**60}))
+def can_say(compiler, schema, value):
+    "Whether an answer may be just this value"
+    matcher = compiler.compile(Grammar('json_schema', schema)).deep_copy()
+    return bool(matcher.consume_tokens(compiler.tokenizer.encode(value if isinstance(value, str) else json.dumps(value)))) and matcher.is_accepting()
+
+INT64 = {'minimum': -2**63, 'maximum': 2**63 - 1}
+
+@pytest.mark.parametrize('schema', [{'type': 'integer', **INT64}, {'type': ['integer', 'null'], **INT64}, {'type': 'number', **INT64}, INT64, {'type': 'integer', 'minimum': 0, 'maximum': 2**64 - 1}, {'type': 'number', 'maximum': 1e308, 'minimum': -1e308},
+    {'type': 'integer', 'exclusiveMinimum': -2**63 - 1, 'exclusiveMaximum': 2**63}, {'type': 'integer', 'maximum': 10**400}, {'type': 'integer', 'multipleOf': 2, **INT64}], ids=json.dumps)
+def test_bounds_of_a_type_are_taken(compiler, schema):
+    "They stand in schemas that were made from programs, where nobody meant a bound"
+    for value in (0, 2, 2**53, 2**62): assert can_say(compiler, schema, value)
+    if schema.get('minimum', -1) < 0: assert can_say(compiler, schema, -2**62) and can_say(compiler, schema, -2**63 + 1024 if 'minimum' in schema or 'exclusiveMinimum' in schema else -10**30)
+    if 10**400 != schema.get('maximum') and 'maximum' in schema and schema.get('type') != 'number' and 'type' in schema: assert not can_say(compiler, schema, 2**64)
+
+@pytest.mark.parametrize('bound', [2**53 + 1, -2**53 - 1, 2**56 + 3, -2**60 - 1, 10**17 + 1, 2**62 - 1, 2**63 - 1, 2**63 - 1000, -2**63, -2**63 + 1])
+def test_bounds_beyond_doubles_are_kept(compiler, bound):
+    "The fault: 2^53 + 1 is 2^53 in float64, and an answer that the schema forbids gets through. No number at the edge may, nearly all inside can"
+    for upper in (True, False):
+        if (bound > 10**17) != upper and abs(bound) > 10**17: continue                        # with the other bound open the library has no words for it: refused
+        schema = {'type': 'integer', 'maximum' if upper else 'minimum': bound}
+        inside = -1 if upper else 1
+        for step in (1, 2, 5, 1024, 10**6): assert not can_say(compiler, schema, bound - inside * step), step
+        for step in (2048, 4096, 10**6): assert can_say(compiler, schema, bound + inside * step), step
+
+def test_bounds_that_cannot_be_kept_are_refused(compiler):
+    for schema in ({'minimum': 2**63}, {'minimum': 10**400}, {'maximum': -2**64}, {'minimum': 10**18}, {'minimum': 5, 'maximum': 4}):
+        with pytest.raises(RequestError): compiler.compile(Grammar('json_schema', {'type': 'integer', **schema}))
+
+def test_names_and_addresses_are_followed(compiler):
+    "Anchors, addresses and those of bundled documents: each reference means what it means by the standard"
+    leaf = lambda **more: {'type': 'integer', **more}
+    for schema in ({'$ref': '#n', '$defs': {'a': leaf(**{'$anchor': 'n'})}}, {'$schema': 'http://json-schema.org/draft-07/schema#', '$ref': '#n', 'definitions': {'a': leaf(**{'$id': '#n'})}}, {'$id': 'https://x.org/s.json', '$ref': 'https://x.org/s.json#/$defs/a', '$defs': {'a': leaf()}},
+                   {'$id': 'https://x.org/s.json', '$ref': 'other.json', '$defs': {'a': leaf(**{'$id': 'https://x.org/other.json'})}}, {'$id': 'urn:x:s', '$ref': 'urn:x:s#n', '$defs': {'a/b %': leaf(**{'$anchor': 'n'})}},
+                   {'$ref': 'o#/$defs/b', '$defs': {'b': {'type': 'string'}, 'a': {'$id': 'o', '$defs': {'b': leaf()}}}}):
+        jsonschema.validate(5, schema)
+        assert can_say(compiler, schema, 5) and not can_say(compiler, schema, '"5"'), schema
+    node = {'$anchor': 'node', 'type': 'object', 'properties': {'next': {'anyOf': [{'type': 'null'}, {'$ref': '#node'}]}}, 'required': ['next'], 'additionalProperties': False}
+    assert can_say(compiler, node, {'next': {'next': {'next': None}}}) and not can_say(compiler, node, {'next': {'next': 1}})
+    for bad in ({'$ref': '#m', '$defs': {'a': {'$anchor': 'n'}}}, {'$ref': 'https://x.org/else'}, {'anyOf': [{'$anchor': 'n'}, {'$anchor': 'n'}]}):
+        with pytest.raises(RequestError, match='cannot be followed|two parts'): compiler.compile(Grammar('json_schema', bad))
+
+def test_schemas_inside_of_rules(compiler):
+    "Behind %json, with all that schemas may have; the word alone is none"
+    walked = lambda source: walk(compiler, SamplingParams(grammar=Grammar('lark', source)), 3)[0]
+    source = 'start: "%json: " /%json{2}/ " " value\nvalue: %json {\n  "$ref": "#n",\n  "$defs": {"a": {"$anchor": "n", "type": "integer", "multipleOf": 7, "minimum": 1, "maximum": 60}}}\n'
+    said = walked(source)
+    assert said.startswith('%json: %jsonn ') and int(said.split()[-1]) % 7 == 0
+    for bad, words in (('%json {"multipleOf": 99991}', 'multipleOf'), ('%json {"$ref": "#/x", "x": {}}', 'no schema'), ('%json {', 'not JSON'), ('%json {"uniqueItems": true}', 'uniqueItems'), ('%json {"multiple\\u004ff": 99991}', 'multipleOf')):
+        with pytest.raises(RequestError, match=words): compiler.compile(Grammar('lark', 'start: ' + bad))
 
 @pytest.mark.parametrize('kind,source', [('regex', 'a{1000000}'), ('lark', 'start: "a"{100000000}'), ('json_schema', {'allOf': [{'type': 'object', 'properties': {f'p{j}_{i}': {'type': 'string'} for i in range(400)}} for j in range(10)]})])
 def test_what_breaks_at_its_first_token_is_refused(compiler, kind, source):

@@ -54,6 +54,7 @@ class Grammar:
     kind: str                # one of GRAMMAR_KINDS
     source: str = ''         # a dict (JSON schema) is accepted and becomes JSON text
     after: tuple = ()        # token ids: it holds for what comes after the first place where they spell their text; () at once
+    said: str = ''           # text that stands before the answer; the rules hold for both together
 
     def __post_init__(self):
         refuse = lambda message: RequestError(message, self.param)
