@@ -160,6 +160,9 @@ def json_types(schema, root, depth=0) -> set:
         target = root
         for key in ref[2:].split('/'): target = target.get(key.replace('~1', '/').replace('~0', '~')) if isinstance(target, dict) else None
         return inside(target)
+    if isinstance(ref, str) and ref.startswith('#') and isinstance(root, dict):                 # the whole, or a part by its name
+        named = [part for key in ('$defs', 'definitions') if isinstance(root.get(key), dict) for part in root[key].values() if isinstance(part, dict) and part.get('$anchor') == ref[1:]]
+        return inside(root if ref == '#' else named[0] if named else None)
     if isinstance(kind := schema.get('type'), str): return {kind}
     if isinstance(kind, list): return {k for k in kind if isinstance(k, str)}
     for key in ('anyOf', 'oneOf'):
@@ -428,16 +431,17 @@ class OutputParser:
         markup: Markup,
         opened=False,     # the prompt ended within reasoning
         tools=(),         # OpenAI-shaped descriptions of the tools on offer; empty: calls are not looked for and stay content
-        parallel=True):   # False: only the first call is given out
+        parallel=True,    # False: only the first call is given out
+        said=''):         # what the prompt ended with, if the answer goes on in the middle of a message
         self.markup, self.parallel = markup, parallel
         self._format, self._offered = CALL_FORMATS.get(markup.call_format) if tools else None, Offered(tools)
         self._mode = 'reasoning' if opened and markup.think_open else 'content'
         self._buffer, self._out = '', []
-        self._blank, self._marked, self._line_blank = True, opened, True    # nothing given out since the last marker; there was a marker; nothing but spaces in this line
+        self._blank, self._marked, self._line_blank = not said.strip(_SPACE), opened, not said.rpartition('\n')[2].strip(_SPACE)   # nothing since the last marker; there was a marker; nothing but spaces in this line
         self._call, self._held, self._found = None, '', []                  # the parser of a call; the text that may be one; within reasoning: the pieces it would give
         self._calls, self._mute = [], False
         self._raw = ''                                                      # the markup of the call so far
-        self.cut_call, self.dropped = False, ''                             # the text ended within a call; the markup that was cut before it was known whether it is one
+        self.cut_call, self.dropped = False, ''                             # the text ended within a call; markup that was cut before it was known what it is
 
     @property
     def reasoning_open(self) -> bool: return self._mode == 'reasoning'
@@ -517,12 +521,14 @@ def _find_marker(self: OutputParser, text):
 def _in_text(self: OutputParser, final, cut):
     "Text up to the next marker, and the marker"
     at, marker = self._find_marker(self._buffer)
-    if not marker and final: self._give_text(self._buffer); self._buffer = ''; return False
+    half = final and cut and not marker and self._is_half(at)
+    if final and not marker and not half: self._give_text(self._buffer); self._buffer = ''; return False
     text = self._buffer[:at]
     body = text.rstrip(_SPACE)
     line = text.find('\n', len(body))
     body = '' if not body and self._blank else text if line < 0 else text[:line]                 # the white space behind it belongs to the marker, if it is one
     self._give_text(body)
+    if half: return self._drop_half(self._buffer[len(body):])
     if not marker: self._buffer = self._buffer[len(body):]; return False
     rest = self._buffer[at + len(marker):]
     if marker == self.markup.think_open: self._pass_marker('reasoning')
@@ -534,6 +540,22 @@ def _in_text(self: OutputParser, final, cut):
         rest = marker * bare + rest
     self._buffer = rest
     return True
+
+# %% ../../nbs/text/03_reasoning_tools.ipynb #2a7c9b64
+@patch
+def _is_half(self: OutputParser, at):
+    "Whether the text that a limit ended is, from `at` on, the beginning of a marker"
+    half, line = self._buffer[at:], self._buffer.rfind('\n', 0, at)
+    ours = (self.markup.think_close, self.markup.think_open * self._blank)
+    if self._mode == 'reasoning' and not any(marker.startswith(half) for marker in ours): return False
+    begins_line = not self._buffer[line + 1:at].strip(_SPACE) and (line >= 0 or self._line_blank)
+    return len(half) > 1 or half == '<' and begins_line
+
+@patch
+def _drop_half(self: OutputParser, rest):
+    self._buffer, self.dropped, half = '', rest, rest.lstrip(_SPACE)
+    self.cut_call = self._mode == 'content' and not any(m.startswith(half) for m in (self.markup.think_open, self.markup.think_close))
+    return False
 
 # %% ../../nbs/text/03_reasoning_tools.ipynb #f0538bbc
 @patch
