@@ -233,9 +233,11 @@ def _run(self: ChatTemplate, messages, add_generation_prompt, tools, kwargs):
     except Exception as error: raise RequestError(f'the chat template cannot write these messages: {error}', 'messages', 'chat_template') from None
 
 @patch
-def _messages(self: ChatTemplate, messages):
+def _messages(self: ChatTemplate, messages, end=''):
+    "What the template is given; `end`: what to put where the last message is to go on"
     if self._template is None: raise RequestError(_NO_TEMPLATE, 'messages', 'no_chat_template')
-    messages = [self._place_reasoning(m) if m['role'] == 'assistant' else m for m in normalize_messages(messages)]
+    messages = self._left_open(normalize_messages(messages), end) if end else normalize_messages(messages)
+    messages = [self._place_reasoning(m) if m['role'] == 'assistant' else m for m in messages]
     if 'developer' in self.source: return messages
     return [m | {'role': 'system'} if m['role'] == 'developer' else m for m in messages]     # the newer name of the same thing
 
@@ -254,10 +256,13 @@ def _render(self,
     messages, /,                  # list of dicts with role and content
     add_generation_prompt=True,   # end with the beginning of the assistant's turn
     tools=None,                   # list of tool descriptions, for templates that know tools
+    continue_final_message=False, # end within the last message, the assistant's, instead
     **kwargs                      # further variables that this template knows, such as enable_thinking
 ) -> str:
     "The prompt as text, for people. To run a model use `encode`: in this text a user's '<|im_end|>' cannot be told from the template's."
-    return self._run(self._messages(messages), add_generation_prompt, tools, kwargs)
+    end = self._end_mark(messages, tools, kwargs) if continue_final_message else ''
+    text = self._run(self._messages(messages, end), add_generation_prompt and not end, tools, kwargs)
+    return self._cut(text, end) if end else text
 
 ChatTemplate.render = _render       # not @patch: nbdev's index does not know positional-only arguments
 
@@ -317,10 +322,12 @@ def _encode(self,
     tokenizer: Tokenizer, /,
     add_generation_prompt=True,   # end with the beginning of the assistant's turn
     tools=None,                   # list of tool descriptions, for templates that know tools
+    continue_final_message=False, # end within the last message, the assistant's, instead
     **kwargs                      # further variables that this template knows, such as enable_thinking
 ) -> list[int]:
     "The prompt as token ids. Control and markup tokens are those that the template wrote; the same spellings in the request stay plain text (markup in the assistant's own earlier messages excepted)."
-    messages = self._messages(messages)
+    end = self._end_mark(messages, tools, kwargs) if continue_final_message else ''
+    messages = self._messages(messages, end)
     try:
         mark = _unused_character(messages, tools, kwargs, self.source)
         put = lambda found: found[0] + mark                                             # behind the first character of a spelling
@@ -329,8 +336,9 @@ def _encode(self,
         tools, kwargs = _each_string(tools, everything), _each_string(kwargs, everything)
     except RecursionError: raise RequestError('messages or tools are nested too deeply', 'messages') from None
     clean = lambda text: text.replace(mark, '').replace(json.dumps(mark)[1:-1], '')      # a template may have written JSON in ASCII
-    try: text = self._run(messages, add_generation_prompt, tools, kwargs)
-    except RequestError as error: raise RequestError(clean(str(error)), error.param, error.code) from None
+    try: text = self._run(messages, add_generation_prompt and not end, tools, kwargs)
+    except RequestError as error: raise RequestError(clean(str(error)).replace(end, ''), error.param, error.code) from None
+    if end: text = self._cut(text, end)
     ids = []
     for piece in tokenizer.split_special(text):
         ids += [piece] if isinstance(piece, int) else tokenizer.encode(clean(piece), special=False, add_bos=False)
@@ -338,3 +346,30 @@ def _encode(self,
     return ids
 
 ChatTemplate.encode = _encode       # not @patch: nbdev's index does not know positional-only arguments
+
+# %% ../../nbs/text/01_chat_template.ipynb #a3c15b90
+_CANNOT_GO_ON = 'the last message cannot be continued: the chat template of this model does not write it out as it is. Let it be followed by a message of the user'
+
+@patch
+def _end_mark(self: ChatTemplate, messages, tools, kwargs):
+    try: return _unused_character(normalize_messages(messages), tools, kwargs, self.source or '')
+    except RecursionError: raise RequestError('messages or tools are nested too deeply', 'messages') from None
+
+@patch
+def _left_open(self: ChatTemplate, messages, end):
+    "The messages with `end` in the last one where it is to go on"
+    *before, last = messages
+    place, content = f'messages[{len(before)}]', last['content']
+    if last['role'] != 'assistant': raise RequestError(f"only a message of the assistant can be continued, and the last one is of {last['role'][:40]!r}", place, 'unsupported_prefill')
+    if last.get('tool_calls'): raise RequestError('a message that ends with calls of tools cannot be continued: what follows are their results', place, 'unsupported_prefill')
+    if '</think>' in self.source and '</think>' not in content and content.lstrip().startswith('<think>'):
+        last = last | {'reasoning_content': content.lstrip().removeprefix('<think>').removeprefix('\n'), 'content': ''}
+        return [*before, last | {'reasoning_content': last['reasoning_content'] + end}]
+    where = 'content' if content or not last.get('reasoning_content') else 'reasoning_content'
+    return [*before, last | {where: last[where] + end}]
+
+@patch
+def _cut(self: ChatTemplate, text, end):
+    "The rendered text before `end`"
+    if text.count(end) != 1: raise RequestError(_CANNOT_GO_ON, 'messages', 'unsupported_prefill')
+    return text[:text.index(end)]
