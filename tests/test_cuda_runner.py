@@ -42,18 +42,66 @@ def test_refusals():
 def test_who_draws():
     "On the card what it can, else the host: a mask or logprobs that the card ignored would be a wrong token, not an error"
     import numpy as np
+    from sparkinfer.models.cuda_check import small_hybrid
     from sparkinfer.models.cuda_runner import CudaRunner
     from sparkinfer.ops.sampling import SampleSpec
     runner, two, warm = CudaRunner(), np.arange(2), SampleSpec(temperature=1.)
+    runner.config = small_hybrid().config
     def drawing(*specs, places=two): return runner.draws_of(list(specs), np.unique(places), places)[0]
     assert drawing(SampleSpec(), SampleSpec()) == (False, False, False) and drawing(warm, SampleSpec()) == (False, True, False)
     assert drawing(warm, SampleSpec(temperature=.5, top_p=.9)) == (False, True, True)
     assert drawing(warm, SampleSpec(presence_penalty=.1, history_ids=np.array([3], np.int32))) == (True, True, False)
-    assert drawing(warm, SampleSpec(num_logprobs=0)) is None and drawing(warm, SampleSpec(allowed=np.array([1], np.uint32))) is None
+    assert drawing(warm, SampleSpec(num_logprobs=0)) is None and drawing(warm, SampleSpec(allowed=np.array([1], np.uint32))) == (True, True, False)
     assert drawing(warm, warm, warm, places=np.array([0, 1, 1])) is None and drawing(*[SampleSpec()] * 3, places=np.array([0, 1, 1])) == (False, False, False)
     specs = SampleSpec(temperature=.5, seed=1), SampleSpec(temperature=.25, seed=2)
     swapped = runner.draws_of(list(specs), two, np.array([1, 0]))[1]
     assert swapped[:, 8:16].copy().view(np.float64).reshape(-1).tolist() == [4, 2]                # records stand in the order of the computed rows
+    masked = [SampleSpec(allowed=np.uint32([word])) for word in (5, 9)]
+    _, records, _, masks = runner.draws_of(masked, two, np.array([1, 0]))
+    assert masks.tolist() == [[9], [5]] and records[:, 60:].copy().view(np.uint32).reshape(-1).tolist() == [1, 2]      # and so do masks: another row's would be a wrong token
+
+@needs_numba_cuda
+def test_masks_follow_their_rows_into_pieces():
+    "A step of more than 32 rows: a piece's masks are numbered anew, and one that took its neighbour's would be a wrong token"
+    import numpy as np
+    from types import SimpleNamespace
+    from sparkinfer.cuda.sampling import DRAW_BYTES
+    from sparkinfer.models.cuda_runner import CudaRunner
+    runner, sent = CudaRunner(), {}
+    runner.at, runner.undrawn = lambda name: name, True
+    runner.send = lambda name, array: sent.__setitem__(name, np.array(array))
+    records, masks = np.zeros((3, DRAW_BYTES), np.uint8), np.arange(8, dtype=np.uint32).reshape(4, 2)
+    records.view(np.uint32)[:, 15] = 4, 0, 2                                                      # rows that have the step's fourth mask, none, its second
+    runner.send_draws(records, np.zeros((0, 4), np.uint32), masks, np.array([5, 7, 3]))
+    assert sent['masks'].tolist() == [[2, 3], [6, 7]]
+    assert {row: int(n) for row, n in enumerate(sent['draws'].view(np.uint32)[:, 15]) if n} == {3: 1, 5: 2}
+
+@needs_numba_cuda
+def test_kernels_are_made_by_other_processes(tmp_path):
+    "All of a model's at once; a kernel that cannot be made, or a process that ends, is an error with its name, not a slow start"
+    code = '''
+from sparkinfer.cuda.graphs import make_kernels
+from sparkinfer.errors import SparkinferError
+from sparkinfer.models.cuda_check import small_hybrid
+from sparkinfer.models.cuda_runner import CudaRunner, kernels_of
+weights, runner, heard = small_hybrid(), CudaRunner(), []
+runner.config, runner.num_slots = weights.config, 1
+runner.choose_kernels()
+outline = runner.outline(runner.plan_weights(weights), weights)
+kernels = kernels_of(*outline)
+some = {name: kernels[name] for name in ("mask", "feed")}
+recipe = "sparkinfer.models.cuda_runner", "kernels_of", outline
+print(len(kernels) > 20, make_kernels(some, recipe, (9, 0), lambda *what: heard.append(what), 2), make_kernels(some, recipe, (9, 0)))
+print(sorted(name for name, seconds in heard if seconds is None), all(kernels[name].path((9, 0)).exists() for name in some))
+for module, names in (("sparkinfer.models.cuda_runner", {"mask_of_nobody": kernels["decide"]}), ("sparkinfer.no_such_module", {"decide": kernels["decide"]})):
+    try: make_kernels(names, (module, *recipe[1:]), (9, 0))
+    except SparkinferError as error: print(error)
+'''
+    done = python(code, SPARKINFER_CACHE=str(tmp_path), NUMBA_ENABLE_CUDASIM='0')
+    assert done.returncode == 0, done.stderr
+    first, second, unknown, ended = done.stdout.splitlines()
+    assert first == 'True 2 0' and second == "['feed', 'mask'] True"
+    assert 'mask_of_nobody cannot be made: KeyError' in unknown and 'decide cannot be made: its process has ended' in ended
 
 @needs_numba_cuda
 def test_no_driver():

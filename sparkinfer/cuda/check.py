@@ -7,10 +7,10 @@ __all__ = ['SCALARS', 'scalars', 'warp', 'matrix_products', 'TINY_SHAPES', 'FULL
            'VOCABULARY', 'KEY_HEADS', 'DELTA_DIM', 'HEAD_DIM', 'ROPE_DIM', 'TAPS', 'INTERVAL', 'SPREADS', 'TUNE',
            'PARTS', 'LAUNCHES', 'CHECKS', 'check_instructions', 'check_warp', 'check_matrix_products', 'linear_spec',
            'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_fused', 'check_rows',
-           'check_experts', 'check_jobs', 'check_pairs', 'check_delta', 'check_attention', 'check_runs', 'random_specs',
-           'check_sampling', 'check_ends', 'noise', 'time_gemv', 'read_rate', 'gpu_record', 'bench_linear',
-           'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table', 'bench_step', 'compile_all', 'run_check',
-           'side_by_side', 'main']
+           'check_experts', 'check_jobs', 'check_pairs', 'check_delta', 'check_attention', 'check_runs', 'random_mask',
+           'random_specs', 'check_sampling', 'check_ends', 'noise', 'time_gemv', 'read_rate', 'gpu_record',
+           'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table', 'bench_step',
+           'compile_all', 'run_check', 'side_by_side', 'main']
 
 # %% ../../nbs/cuda/90_check.ipynb #b6083cd9
 import argparse, json, sys, time
@@ -25,7 +25,7 @@ from ..measure.speed import machine_record, report, text_table
 from ..ops.gated_deltanet import causal_conv_spec, delta_gates_spec, gated_delta_spec, gated_norm_spec, key_head_table, l2_norm_spec
 from ..ops.moe_routing import route_spec
 from ..ops.norm_rope import rms_norm_spec
-from ..ops.sampling import SampleSpec, adjust_logits_spec, sample_spec
+from ..ops.sampling import SampleSpec, adjust_logits_spec, pack_mask, sample_spec
 from .attention import PAGE, attend_kernel, combine_kernel, rope_table, store_keys_kernel
 from .fused import fat_gemv, fat_kernel, fat_rule
 from .gated_deltanet import delta_step_kernel
@@ -33,7 +33,7 @@ from .moe_routing import experts_down_kernel, experts_up_kernel, router_blocks, 
 from .graphs import Buffer, CudaError, Graph, Kernel, checked, driver, replay_seconds
 from .linear import KINDS, PACKERS, Matrix, embed, gemv, gemv_arguments, gemv_kernel, kind_of, pack, plane_bytes, prepare, quantize_rows, quantize_spec, record_bytes, records_spec
 from .rows import JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel, pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product, tiled_records_spec
-from .sampling import BLOCKS, best_of_all, best_of_parts, draw, draw_records, feed_kernel, greedy, needs, penalise_kernel, sampling_bytes
+from .sampling import BLOCKS, adjust, best_of_all, best_of_parts, draw, draw_records, feed_kernel, greedy, mask_rows, needs, sampling_bytes
 from .ptx import *
 from .ptx import SIMULATED, TWINS, shared_address
 
@@ -528,6 +528,12 @@ def check_runs(rng):
     return f'runs of {counts} tokens: relative error {worst:.1e}; {rows} rows of one sequence attend to one another'
 
 # %% ../../nbs/cuda/90_check.ipynb #cf9f5e01
+def random_mask(rng, vocabulary, kind):
+    "Most tokens, half, ten of them, all but one, one, or a mask that ends early"
+    one, bits = rng.integers(vocabulary), rng.random(vocabulary) < (.99, .5, 10 / vocabulary, 1, 0, .5)[kind % 6]
+    bits[one] = kind % 6 != 3
+    return pack_mask(bits)[:one // 32 + 1] if kind % 6 == 5 else pack_mask(bits)
+
 def random_specs(rng, count, vocabulary):
     "Requests of every kind, one after another"
     kinds = ({}, dict(temperature=1.), dict(temperature=.7, top_k=40), dict(temperature=1.2, top_p=.9), dict(temperature=.8, top_k=64, top_p=.95), dict(temperature=1., min_p=.05), dict(temperature=.6, top_k=20, top_p=.8, min_p=.02), dict(temperature=2.), dict(temperature=1., top_p=.999), dict(top_k=1, temperature=1.))
@@ -536,6 +542,7 @@ def random_specs(rng, count, vocabulary):
         history = rng.integers(0, vocabulary, 200).astype(np.int32)
         more = dict(repetition_penalty=1.2, presence_penalty=.3, frequency_penalty=.4, history_ids=np.concatenate([history, history[:50]]), prompt_length=100) if i % 3 == 1 else {}
         if i % 4 == 2: more |= dict(bias_ids=rng.choice(vocabulary, 5, False).astype(np.int32), bias_values=np.array([3, -3, -np.inf, 10, 1], np.float32))
+        if i % 5 in (1, 4): more |= dict(allowed=random_mask(rng, vocabulary, i))
         specs.append(SampleSpec(**kinds[i % len(kinds)], seed=int(rng.integers(1 << 62)), choice=i % 2, step=int(rng.integers(1000)), **more))
     return specs
 
@@ -549,19 +556,23 @@ def check_sampling(rng):
         logits[:, 100:110] = logits.max(1, keepdims=True)                            # ten that are equal, the largest
         if rows > 4: logits[3, 5], logits[4], logits[2, ::2] = np.nan, -np.inf, np.round(logits[2, ::2])
         if turn == 1: specs = [SampleSpec(temperature=1., seed=i) for i in range(rows)]
+        nothing = pack_mask(np.zeros(vocabulary, bool))
+        if turn == 2: specs[3], specs[5] = (SampleSpec(temperature=1., allowed=mask) for mask in (pack_mask(np.arange(vocabulary) != 5), nothing))     # a NaN that is not allowed is one all the same
         records, entries = draw_records(specs)
         penalised, weighed = needs(specs)
         buffers['draws'].write(records)
         given, listed = Buffer.of(logits), Buffer.of(entries)
-        if penalised: penalise_kernel.launch(rows, 256, given.address, buffers['draws'].address, listed.address, vocabulary)
+        buffers['masks'].write(mask_rows(specs, vocabulary))
+        if penalised: adjust(given.address, buffers['draws'].address, listed.address, buffers['masks'].address, vocabulary, rows)
         best_of_parts.launch(rows * BLOCKS, 256, given.address, buffers['found'].address, vocabulary)
         draw(given.address, buffers['found'].address, BLOCKS, vocabulary, rows, lambda name: buffers[name].address, buffers['owners'].address, buffers['last'].address, weighed=weighed)
         got = buffers['drawn'].read(np.int32, rows)
         np.testing.assert_array_equal(buffers['last'].read(np.int32, rows)[::-1], got)
         adjusted = given.read(np.float32, logits.shape)
         for i, spec in enumerate(specs):
-            np.testing.assert_array_equal(adjusted[i], adjust_logits_spec(logits[i], spec), err_msg=f'penalties of row {i}')
-            if rows > 4 and i in (3, 4): assert got[i] == (-1 if i == 3 else -2), f'row {i}, which cannot be drawn from, gave {got[i]}'; continue
+            want = adjust_logits_spec(logits[i], spec)
+            np.testing.assert_array_equal(adjusted[i], np.where(np.isnan(logits[i]), logits[i], want), err_msg=f'penalties or mask of row {i}')
+            if rows > 4 and i in (3, 4) or spec.allowed is nothing or spec.allowed.size and not spec.allowed.any(): assert got[i] == (-1 if rows > 4 and i == 3 else -2), f'row {i}, which cannot be drawn from, gave {got[i]}'; continue
             want, drawn = sample_spec(logits[i], spec).token, drawn + 1
             differ += got[i] != want
             assert 0 <= got[i] < vocabulary

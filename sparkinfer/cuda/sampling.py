@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['BLOCKS', 'best_of_parts', 'best_of_all', 'DRAW_BYTES', 'ENTRY_BYTES', 'BINS', 'DRAW_BLOCKS', 'MASS',
-           'penalise_kernel', 'weigh_kernel', 'TILE', 'gather_kernel', 'decide_kernel', 'feed_kernel', 'best_of_block',
-           'greedy', 'draw_records', 'penalties_of', 'needs', 'largest_word', 'is_fit', 'bin_of', 'mass_of',
-           'steepness_of', 'filtered', 'mix', 'uniform_of', 'key_of', 'noise_at_most', 'noise_of', 'winner_of_block',
-           'floor_of', 'last_bin', 'place_of', 'cut', 'sampling_bytes', 'draw']
+           'penalise_kernel', 'mask_kernel', 'weigh_kernel', 'mix', 'TILE', 'gather_kernel', 'decide_kernel',
+           'feed_kernel', 'best_of_block', 'greedy', 'draw_records', 'penalties_of', 'mask_rows', 'needs', 'adjust',
+           'largest_word', 'is_fit', 'bin_of', 'mass_of', 'steepness_of', 'filtered', 'uniform_of', 'key_of',
+           'noise_at_most', 'noise_of', 'winner_of_block', 'floor_of', 'last_bin', 'place_of', 'cut', 'sampling_bytes',
+           'draw']
 
 # %% ../../nbs/cuda/06_sampling.ipynb #6318e28e
 import math
@@ -17,9 +18,9 @@ from numba import cuda
 from numba.cuda import types
 from .graphs import Kernel
 from .moe_routing import ordered, unordered
-from .ptx import (SIMULATED, add_i64, add_u32, as_word, bits_xor, count_up, exp2, launch_dependents, load_f32, load_f64, load_i64, load_u32, product, store_f32, store_i64, store_u32,
+from .ptx import (SIMULATED, add_i64, add_u32, as_word, bits_and, bits_xor, count_up, exp2, launch_dependents, load_f32, load_f64, load_i64, load_u32, product, shift_right, store_f32, store_i64, store_u32,
                                  wait_for_previous, warp_max_word, warp_min_word)
-from ..ops.sampling import GOLDEN, GREEDY_BELOW, is_greedy, noise_key
+from ..ops.sampling import GOLDEN, GREEDY_BELOW, is_greedy, mix64, noise_key
 
 # %% ../../nbs/cuda/06_sampling.ipynb #264773e6
 BLOCKS = 128        # for each row of logits
@@ -81,8 +82,8 @@ DRAW_BLOCKS = 2 if SIMULATED else 128       # for each row of logits
 MASS = np.float32(2.0 ** 40)
 
 def draw_records(specs):
-    "`SampleSpec`s → (records (rows, 64) uint8, entries (n, 4) words: token, bias, whether it was seen, how often it was generated). Entries of a row name a token once"
-    records, entries, at = np.zeros((len(specs), DRAW_BYTES), np.uint8), [], 0
+    "`SampleSpec`s → (records (rows, 64) uint8, entries (n, 4) words: token, bias, whether it was seen, how often it was generated). Entries of a row name a token once; masks are numbered as `mask_rows` has them"
+    records, entries, at, masks = np.zeros((len(specs), DRAW_BYTES), np.uint8), [], 0, 0
     for record, spec in zip(records, specs):
         greedy, mask = is_greedy(spec), (1 << 64) - 1
         record[:8].view(np.uint64)[0] = np.uint64(noise_key(*(np.uint64(int(v) & mask) for v in (spec.seed, spec.choice, spec.step))))
@@ -90,6 +91,7 @@ def draw_records(specs):
         rows = penalties_of(spec)
         record[32:48].view(np.int32)[:] = max(spec.top_k, 0), 0 if greedy else 1, at, len(rows)
         record[48:60].view(np.float32)[:] = spec.repetition_penalty, spec.presence_penalty, spec.frequency_penalty
+        if len(spec.allowed): record[60:].view(np.uint32)[0] = masks = masks + 1
         entries.append(rows)
         at += len(rows)
     return records, np.concatenate(entries) if at else np.zeros((0, 4), np.uint32)
@@ -106,10 +108,17 @@ def penalties_of(spec):
     np.add.at(out[:, 3], place(history[spec.prompt_length:]), 1)
     return out
 
+def mask_rows(specs, vocabulary):
+    "The masks of those `specs` that have one, (masks, ⌈vocabulary / 32⌉) uint32: tokens past the end of a short one are not allowed"
+    given = [s.allowed for s in specs if len(s.allowed)]
+    masks = np.zeros((len(given), -(-vocabulary // 32)), np.uint32)
+    for row, words in zip(masks, given): row[:len(words)] = words[:len(row)]
+    return masks
+
 def needs(specs):
-    "(whether a row has penalties or biases, whether one has top-k or top-p)"
-    penalised = any(s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or len(s.bias_ids) for s in specs)
-    return penalised, any(not is_greedy(s) and (s.top_k > 0 or s.top_p < 1) for s in specs)
+    "(whether a row has penalties, biases or a mask, whether one has top-k or top-p)"
+    adjusted = any(s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or len(s.bias_ids) or len(s.allowed) for s in specs)
+    return adjusted, any(not is_greedy(s) and (s.top_k > 0 or s.top_p < 1) for s in specs)
 
 # %% ../../nbs/cuda/06_sampling.ipynb #2ecc3c57
 def _penalise(logits, draws, entries, vocabulary):
@@ -128,6 +137,24 @@ def _penalise(logits, draws, entries, vocabulary):
         store_f32(at, value)
 
 penalise_kernel = Kernel(_penalise, *[types.int64] * 3, types.int32, name='penalise')        # (logits, draws, entries; vocabulary), a block of 256 threads a row
+
+def _mask(logits, draws, masks, vocabulary, words):
+    launch_dependents()
+    wait_for_previous()
+    row, part = np.int64(cuda.blockIdx.x) // DRAW_BLOCKS, np.int64(cuda.blockIdx.x) % DRAW_BLOCKS
+    number = np.int64(load_u32(draws + DRAW_BYTES * row + 60))
+    if number > 0:
+        mask = masks + 4 * words * (number - 1)
+        for i in range(part * 256 + cuda.threadIdx.x, vocabulary, DRAW_BLOCKS * 256):           # a warp has 32 neighbours, and so one word
+            at = logits + 4 * (row * vocabulary + i)
+            if bits_and(shift_right(load_u32(mask + 4 * (i >> 5)), np.uint32(i & 31)), np.uint32(1)) == np.uint32(0) and load_f32(at) <= np.float32(3.4028234663852886e38): store_f32(at, np.float32(-np.inf))
+
+mask_kernel = Kernel(_mask, *[types.int64] * 3, types.int32, types.int32, name='mask')       # (logits, draws, masks (masks, words); vocabulary, words), 128 blocks of 256 threads a row
+
+def adjust(logits, draws, entries, masks, vocabulary, rows, stream=None, dependent=True):
+    "Biases, penalties, then masks, as in `adjust_logits_spec`; all addresses. NaN and +∞ stay what they are, also where they are not allowed: such a row is refused, not drawn from"
+    penalise_kernel.launch(rows, 256, logits, draws, entries, vocabulary, stream=stream, dependent=dependent)
+    mask_kernel.launch(rows * DRAW_BLOCKS, 256, logits, draws, masks, vocabulary, -(-vocabulary // 32), stream=stream, dependent=dependent)
 
 @cuda.jit(device=True)
 def largest_word(found, parts, words):
@@ -174,9 +201,10 @@ def _weigh(logits, draws, found, masses, counts, vocabulary, parts):
         cuda.syncthreads()
         for i in range(part * 256 + cuda.threadIdx.x, vocabulary, DRAW_BLOCKS * 256):
             value = load_f32(logits + 4 * (row * vocabulary + i))
-            at = bin_of(best, value)
-            cuda.atomic.add(mass, at, mass_of(value, best, steepness))
-            cuda.atomic.add(count, at, np.int32(1))
+            if value > np.float32(-np.inf):                                          # what is ruled out is not counted: a mask that leaves fewer than top-k would make all others candidates
+                at = bin_of(best, value)
+                cuda.atomic.add(mass, at, mass_of(value, best, steepness))
+                cuda.atomic.add(count, at, np.int32(1))
         cuda.syncthreads()
         for i in range(np.int64(cuda.threadIdx.x), BINS, 256):
             if count[i] > 0:
@@ -186,14 +214,7 @@ def _weigh(logits, draws, found, masses, counts, vocabulary, parts):
 weigh_kernel = Kernel(_weigh, *[types.int64] * 5, types.int32, types.int32, name='weigh')      # (logits, draws, found, masses (rows, 1024) int64, counts (rows, 1024); vocabulary, parts of found), 128 blocks of 256 threads a row
 
 # %% ../../nbs/cuda/06_sampling.ipynb #0d63d3ae
-@cuda.jit(device=True)
-def mix(x):
-    "`ops.sampling.mix64`"
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+mix = cuda.jit(device=True)(mix64.py_func)       # the same lines, for the other compiler
 
 @cuda.jit(device=True)
 def uniform_of(key, token): return (np.float64(mix(key + np.uint64(token) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(12)) + 0.5) * 2.0**-52
@@ -285,7 +306,9 @@ def _gather(logits, draws, found, masses, counts, listed, length, vocabulary, pa
                 cuda.syncthreads()
                 for j in range(TILE // 256):
                     i = begin + (j * DRAW_BLOCKS + part) * 256 + thread
-                    if i < vocabulary and bin_of(best, load_f32(source + 4 * i)) <= last: mine[cuda.atomic.add(where, 0, 1)] = np.int32(i)
+                    if i < vocabulary:
+                        value = load_f32(source + 4 * i)
+                        if value > np.float32(-np.inf) and bin_of(best, value) <= last: mine[cuda.atomic.add(where, 0, 1)] = np.int32(i)
                 cuda.syncthreads()
                 many = np.int64(where[0])
                 if thread == 0 and many > 0: where[1] = np.int32(count_up(length + 4 * row, np.uint32(many)))
@@ -413,7 +436,7 @@ feed_kernel = Kernel(_feed, *[types.int64] * 3, name='feed')       # (tokens, ow
 
 def sampling_bytes(rows, vocabulary):
     "Sizes of what a draw of `rows` rows works in; all of it starts as zeros"
-    return dict(draws=rows * DRAW_BYTES, masses=8 * BINS * rows, counts=4 * BINS * rows, listed=4 * rows * vocabulary, length=4 * rows, drawn=4 * rows)
+    return dict(draws=rows * DRAW_BYTES, masks=4 * rows * -(-vocabulary // 32), masses=8 * BINS * rows, counts=4 * BINS * rows, listed=4 * rows * vocabulary, length=4 * rows, drawn=4 * rows)
 
 def draw(logits, found, parts, vocabulary, rows, at, owners, last, noisy=True, weighed=True, stream=None, dependent=True):
     """A token for each row of logits, whose largest are in `found` (rows, parts, 2), at at('drawn') and at last[owners[row]]; −1 where the row holds NaN or +∞, −2 where it holds nothing but −∞.

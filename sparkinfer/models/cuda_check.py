@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'SYNTHETIC', 'in_floats', 'tiny', 'feed', 'worst', 'check_references', 'poisoned', 'check_memory',
-           'check_company', 'check_faults', 'check_draws', 'check_ahead', 'check_ties', 'synthetic', 'check_shape_of',
-           'time_decode', 'noise_weights', 'step_bytes', 'kernel_table', 'bench', 'checks', 'run_check', 'main',
-           'small_hybrid', 'simulate']
+           'check_company', 'check_faults', 'check_draws', 'check_hidden', 'check_ahead', 'check_ties', 'synthetic',
+           'check_shape_of', 'time_decode', 'noise_weights', 'step_bytes', 'kernel_table', 'bench', 'checks',
+           'run_check', 'main', 'small_hybrid', 'simulate']
 
 # %% ../../nbs/models/05_cuda_check.ipynb #18220cfc
 import argparse, json, math, sys, tempfile, time
@@ -24,7 +24,7 @@ from ..cuda.ptx import SIMULATED
 from .forward import Batch, SpecRunner
 from .weights import Weights
 from ..ops.attention import PAGE
-from ..ops.sampling import SampleSpec, SamplingError, sample_spec
+from ..ops.sampling import SampleSpec, SamplingError, pack_mask, sample_spec
 
 # %% ../../nbs/models/05_cuda_check.ipynb #aabafe42
 FAMILIES = ('llama', 'qwen3', 'qwen3_moe', 'qwen3_next', 'qwen3_5-r1', 'qwen3_5-r2', 'qwen3_5-r3', 'qwen3_5_moe')
@@ -170,7 +170,7 @@ def check_draws(weights, ids, count=20, steps=3):
     batches = [Batch.join([Batch.of(p, slot=half * count + i) for i, p in enumerate(prompts)]) for half in range(2)]
     for turn in range(steps):
         specs = random_specs(rng, count, weights.config.vocab_size)
-        if turn == 1: specs[4] = replace(specs[4], allowed=np.array([0xff0ff0ff] * 2, np.uint32))        # a mask is for the host, and so all of the step
+        if turn == 1: specs[4] = replace(specs[4], num_logprobs=0)                   # that is for the host, and so all of the step
         logits, got = runner.submit(batches[0]).logits, runner.collect(runner.submit(batches[1], specs))
         want = np.array([sample_spec(row, spec).token for row, spec in zip(logits, specs)])
         np.testing.assert_array_equal(got.tokens, want)
@@ -179,8 +179,29 @@ def check_draws(weights, ids, count=20, steps=3):
         batches = [Batch(want, runner.lengths[half * count:][:count], half * count + np.arange(count), np.arange(count)) for half in range(2)]
     twice = runner.collect(runner.submit(Batch(want[:2], runner.lengths[:2], [0, 1], [0, 0, 1]), [SampleSpec(temperature=1., seed=s) for s in (1, 2, 3)]))
     assert twice.errors == () and len(twice.tokens) == 3
+    only = [SampleSpec(temperature=1., allowed=pack_mask(np.arange(weights.config.vocab_size) == token)) for token in (7, -1, 9)]
+    done = runner.collect(runner.submit(Batch(want[2:5], runner.lengths[2:5], [2, 3, 4], [0, 1, 2]), only))
+    assert done.tokens[[0, 2]].tolist() == [7, 9] and isinstance(done.errors[1], SamplingError) and 'rules out every token' in str(done.errors[1]), done.errors
     runner.close()
     return f'{drawn} tokens, those of the host'
+
+def check_hidden(weights, ids, limit=1e-3):
+    "What embeddings are made of: the rows of steps that are one piece, that are several, of one sequence and of three, against the spec's"
+    runner, spec, errors = CudaRunner(kv_type='f32').load(weights, max_context=160, num_slots=3), SpecRunner().load(weights, max_context=160, num_slots=3), []
+    text, lengths = np.resize(ids, 160).astype(np.int32), np.zeros(3, int)
+    for counts in ((1, 0, 0), (0, 20, 0), (64, 0, 1), (1, 1, 1), (30, 30, 40)):
+        parts = [Batch.of(text[lengths[s]:lengths[s] + n], start=lengths[s], slot=s, outputs='none') for s, n in enumerate(counts) if n]
+        batch, lengths = Batch.join(parts[::-1]), lengths + counts
+        for r in (runner, spec): r.collect(r.submit(batch, []))
+        errors.append(worst(runner.hidden, spec.hidden))
+    runner.reset(2)
+    runner.submit(Batch.of(text[:129], slot=2, outputs='none'), [])
+    try: runner.hidden
+    except SparkinferError as error: assert 'up to 128' in str(error)
+    else: raise AssertionError('the hidden rows of 129 were shown, and are not kept')
+    runner.close()
+    assert max(errors) < limit, f'relative error {max(errors):.1e}'
+    return f'relative error {max(errors):.1e}'
 
 def check_ahead(weights, ids, count=3, rounds=10, steps=100):
     "Greedy and drawn, each token fed on the card and read one step later, against steps that wait for it; and what memory is free before and after"
@@ -352,7 +373,7 @@ def checks(folder, families, shapes):
     found = [(f'{name}, kv {kv}', lambda name=name, kv=kv, limit=limit: check_references(name, folder, kv, limit)) for name in families for kv, limit in (('f32', 1e-3), ('f16', 1e-2))]
     found += [(f'memory of {name}, kv {kv}', lambda name=name, kv=kv: check_memory(name, folder, kv)) for name in families if name in ('llama', 'qwen3_5-r2', 'qwen3_5_moe') for kv in ('f16', 'int8')]
     found += [(f'32 of {name}', lambda name=name: check_company(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)))) for name in families if name in ('llama', 'qwen3_5_moe')]
-    found += [(f'{what} of {name}', lambda name=name, check=check: check(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)))) for name in families if name in ('llama', 'qwen3_5_moe') for what, check in (('draws', check_draws), ('a step ahead', check_ahead))]
+    found += [(f'{what} of {name}', lambda name=name, check=check: check(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)))) for name in families if name in ('llama', 'qwen3_5_moe') for what, check in (('draws', check_draws), ('hidden rows', check_hidden), ('a step ahead', check_ahead))]
     found += [(f'ties of {name}, kv {kv}', lambda name=name, kv=kv: check_ties(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)), kv)) for name in families if name in ('llama', 'qwen3', 'qwen3_5_moe') for kv in ('f32', 'f16')]
     found += [('a fault', lambda: check_faults(*(lambda w, r: (w, r['ids']))(*tiny('qwen3_5_moe', folder))))] if 'qwen3_5_moe' in families else []
     return found + [(f'noise: {shape}', lambda shape=shape: check_shape_of(shape, SYNTHETIC[shape])) for shape in shapes] + [(f'noise: {shape}, kv int8', lambda shape=shape: check_shape_of(shape, SYNTHETIC[shape], 'int8')) for shape in shapes if shape == 'small-qwen35']
@@ -407,8 +428,12 @@ def small_hybrid(seed=0):
 def simulate(kv='f32', limit=1e-4):
     "A step of prompt and one of decoding, against the spec"
     weights, errors = small_hybrid(), []
-    runner, spec = (r.load(weights, max_context=16, num_slots=2) for r in (CudaRunner(kv_type=kv), SpecRunner()))
+    runner, spec = (r.load(weights, max_context=48, num_slots=2) for r in (CudaRunner(kv_type=kv), SpecRunner()))
     for batch in (Batch([3, 9, 4], [0, 0, 1], [1, 0, 1], [0, 1, 2]), Batch([7, 8], [1, 2], [0, 1], [1, 1])):
         errors.append(worst(runner.submit(batch).logits, spec.submit(batch).logits))
+        errors.append(worst(runner.hidden, spec.hidden))
+    batch, only = Batch([1, 2], [2, 3], [0, 1], [0, 1]), [SampleSpec(temperature=1., allowed=np.uint32([1 << 5])), SampleSpec(allowed=np.uint32([0]))]
+    done = runner.collect(runner.submit(batch, only))
+    assert done.tokens[0] == 5 and done.errors[0] is None and isinstance(done.errors[1], SamplingError), (done.tokens, done.errors)
     assert max(errors) < limit, f'relative error {max(errors):.1e}'
     return f'relative error {max(errors):.1e}'
