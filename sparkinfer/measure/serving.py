@@ -236,7 +236,7 @@ def process_figures(pid='self'):
 OWN = '''
 from sparkinfer.llm import load_engine, open_model
 from sparkinfer.measure.serving import own_server
-own_server(lambda report: load_engine(open_model({path!r}, False), context={context}, threads={threads}, runner={runner!r}, slots={requests}, kv_tokens={kv_tokens})[0])
+own_server(lambda report: load_engine(open_model({path!r}, False), context={context}, threads={threads}, runner={runner!r}, device={device!r}, slots={requests}, kv_tokens={kv_tokens})[0])
 '''
 
 def own_server(factory):
@@ -374,6 +374,7 @@ class Bench:
     vocab_size: int
     threads: int
     runner: str = 'auto'
+    device: str = 'auto'
     rounds: int = 3
     client: Child | None = None                       # None: without HTTP
     banned: tuple = ()                                # ids that write no text
@@ -382,7 +383,7 @@ class Bench:
 
     def own(self, load):
         kv_tokens = load.requests * (load.context + 32)      # memory is given out in pages of 16 tokens
-        return Contender('sparkinfer', OWN.format(path=self.path, context=load.context, threads=self.threads, runner=self.runner, requests=load.requests, kv_tokens=kv_tokens), self.client, self.banned)
+        return Contender('sparkinfer', OWN.format(path=self.path, context=load.context, threads=self.threads, runner=self.runner, device=self.device, requests=load.requests, kv_tokens=kv_tokens), self.client, self.banned)
     def llama(self, load, flash):
         code = LLAMA.format(path=self.path, threads=self.threads, requests=load.requests, context=load.context, flash=flash)
         made = Contender('llama.cpp, fa ' + ('on' if flash else 'off'), code, self.client, self.banned, samplers=['temperature'])
@@ -461,11 +462,11 @@ def record_text(record):
     return '\n\n'.join(parts) + '\n'
 
 # %% ../../nbs/measure/04_serving.ipynb #bf632f69
-def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads=2, runner='auto', http=False, compare=False, prefix=1000, save=False, banned=(), say=lambda text: None, out=None):
+def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads=2, runner='auto', device='auto', http=False, compare=False, prefix=1000, save=False, banned=(), say=lambda text: None, out=None):
     """Measure a server with the model at `path` under every load of `prompts` × `requests`, print tables and, as the last line, JSON; returns the record.
     http: over HTTP instead of `Engine.submit`; compare: in turns with llama.cpp's server, over HTTP; prefix: length of the prefix that repeats, 0 for none; banned: ids that no answer may hold."""
     http, loads = http or compare, [Load(prompt, tokens, n) for prompt in prompts for n in requests]
-    bench, began = Bench(str(path), vocab_size, threads, runner, rounds, None, tuple(banned), say), time.perf_counter()
+    bench, began = Bench(str(path), vocab_size, threads, runner, device, rounds, None, tuple(banned), say), time.perf_counter()
     try:
         if http:
             bench.client = Child('the client', CLIENT)
@@ -476,7 +477,7 @@ def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads
         if bench.client: bench.client.close()
     found = bench.found
     lines, prefixes, versus = found['lines'], found['prefixes'], comparison(found['rates']) if compare else []
-    record = dict(file=os.path.basename(str(path)), threads=threads, runner=runner, http=http, rounds=rounds, bench_seconds=round(time.perf_counter() - began, 1),
+    record = dict(file=os.path.basename(str(path)), threads=threads, runner=runner, device=device, http=http, rounds=rounds, bench_seconds=round(time.perf_counter() - began, 1),
                   lines=lines, comparison=versus, prefix=prefixes, targets=targets(lines, versus, prefixes))
     if compare: record |= dict(peer='xllamacpp', peer_version=found['peer_version'], pinned=LLAMA_PIN, flash=found['flash'])
     return report('bench-serving' + ('-http' if http else ''), record_text(record), record, save, out)
