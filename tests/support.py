@@ -2,7 +2,7 @@
 
 With them a test knows every token in advance, so that half an emoji, a stop string over three tokens or a fault at step 7 happen exactly when wanted."""
 import re, time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import numpy as np
 from sparkinfer.models.forward import StepResult
 from sparkinfer.ops.sampling import Sampled, SampleSpec, sample
@@ -44,6 +44,30 @@ class TinyTokenizer:
 
 
 TEMPLATE = """{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('unknown role ' + m.role) }}{% endif %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+
+class Late:
+    """Before a runner among the bases: what a step draws stays with the runner until it is collected, in order, and the next step names it by -1, as on a GPU.
+    `broken` is raised by the next `collect`"""
+    broken = None
+
+    def submit(self, batch, sampling=None):
+        flying, drawn = self.__dict__.setdefault('flying', []), self.__dict__.setdefault('drawn', {})
+        tokens = np.array([drawn.pop(slot) if token < 0 else token for token, slot in zip(batch.tokens.tolist(), batch.slots.tolist())], np.int32)
+        result = super().submit(replace(batch, tokens=tokens), sampling)
+        if sampling is None or any(s.num_logprobs >= 0 or len(s.allowed) for s in sampling): return result
+        self.drawn = {int(batch.slots[row]): max(0, int(token)) for row, token in zip(batch.output_rows, result.tokens)}       # of this step only: an older one is known
+        assert len(flying) < 2, 'more than two steps in flight'
+        handle = [result]
+        flying.append(handle)
+        return handle
+
+    def collect(self, handle):
+        if not isinstance(handle, list): return super().collect(handle)
+        assert handle is self.flying.pop(0), 'steps are collected in the order in which they were begun'
+        error, self.broken = self.broken, None
+        if error is not None: raise error
+        return handle[0]
 
 
 @dataclass(frozen=True)

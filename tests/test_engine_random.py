@@ -13,7 +13,7 @@ from sparkinfer.engine.request import DeadlineExceeded, EngineBusy, ErrorEvent, 
 from sparkinfer.engine.scheduler import EngineLimits
 from sparkinfer.memory.model_memory import ModelMemory
 from sparkinfer.models.toy_runner import ToyRunner
-from support import TinyTokenizer
+from support import Late, TinyTokenizer
 
 CONTEXT, VOCAB = 96, 260
 random = np.random.default_rng(0)
@@ -25,10 +25,13 @@ class HandDriven(Engine):
     "An engine whose turns are taken by the caller"
     def _run(self): pass
     def step(self):
-        if self._waiting or self._running or self._calls: self._turn()
+        if self._waiting or self._running or self._calls or self._flights: self._turn()
 
-def build(recurrent, pages, slots, limits=EngineLimits(), cache=True):
-    runner = ToyRunner(VOCAB, recurrent).load(max_context=CONTEXT, num_slots=slots, num_pages=pages)
+class LateToy(Late, ToyRunner):
+    "Whose tokens come one step late, so that the engine plans with them in flight"
+
+def build(recurrent, pages, slots, limits=EngineLimits(), late=False, cache=True):
+    runner = (LateToy if late else ToyRunner)(VOCAB, recurrent).load(max_context=CONTEXT, num_slots=slots, num_pages=pages)
     return HandDriven(runner, TinyTokenizer(), limits=limits, memory=ModelMemory(runner, prefix_cache=cache, fingerprint='toy'))
 
 @lru_cache(10_000)
@@ -41,15 +44,15 @@ def alone(prompt, recurrent, knobs):
 
 
 class Machine(RuleBasedStateMachine):
-    @initialize(recurrent=st.booleans(), pages=st.integers(6, 26), slots=st.integers(1, 5), rows=st.sampled_from([1, 3, 16, 40, 256]), queue=st.sampled_from([0, 2, 64]))
-    def start(self, recurrent, pages, slots, rows, queue):
-        self.folder, self.options = tempfile.TemporaryDirectory(), (recurrent, pages, slots, EngineLimits(step_rows=rows, mixed_rows=max(1, rows // 3), max_queue=queue, priority_seconds=.001))
+    @initialize(recurrent=st.booleans(), pages=st.integers(6, 26), slots=st.integers(1, 5), rows=st.sampled_from([1, 3, 16, 40, 256]), queue=st.sampled_from([0, 2, 64]), late=st.booleans())
+    def start(self, recurrent, pages, slots, rows, queue, late):
+        self.folder, self.options = tempfile.TemporaryDirectory(), (recurrent, pages, slots, EngineLimits(step_rows=rows, mixed_rows=max(1, rows // 3), max_queue=queue, priority_seconds=.001), late)
         self.engine, self.streams, self.faults = build(*self.options), [], 0
         self.file = Path(self.folder.name)/'cache'
 
-    @rule(stem=st.sampled_from(STEMS + TURNS), extra=st.lists(st.integers(0, 255), max_size=6), tokens=st.integers(1, 30), n=st.sampled_from([1, 1, 1, 2, 4]), seed=st.integers(0, 2), priority=st.integers(-2, 2))
-    def submit(self, stem, extra, tokens, n, seed, priority):
-        prompt, knobs = (*stem, *extra), tuple(dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed, n=n, max_tokens=tokens).items())
+    @rule(stem=st.sampled_from(STEMS + TURNS), extra=st.lists(st.integers(0, 255), max_size=6), tokens=st.integers(1, 30), n=st.sampled_from([1, 1, 1, 2, 4]), seed=st.integers(0, 2), priority=st.integers(-2, 2), penalty=st.sampled_from([0, 0, 0, 1.5]))
+    def submit(self, stem, extra, tokens, n, seed, priority, penalty):
+        prompt, knobs = (*stem, *extra), tuple(dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed, n=n, max_tokens=tokens, presence_penalty=penalty).items())
         if len(prompt) + tokens > self.engine.max_context: return
         try: stream = self.engine.submit(Request(list(prompt), SamplingParams(**dict(knobs)), priority=priority))
         except EngineBusy as busy: assert busy.code == 'queue_full'
@@ -82,8 +85,19 @@ class Machine(RuleBasedStateMachine):
         runner.__dict__.pop('submit', None)
         self.read()
 
+    @precondition(lambda self: self.options[4])
     @rule()
-    def forget(self): self.engine.memory.clear()
+    def late_fault(self):
+        "A step fails when its tokens are fetched; another may have been begun on top of it"
+        self.faults, self.engine.runner.broken = self.faults + 1, ZeroDivisionError('a broken step')
+        for _ in range(2): self.engine.step()
+        self.engine.runner.broken = None
+        self.read()
+
+    @rule()
+    def forget(self):
+        self.engine._land()                                                     # as before any call
+        self.engine.memory.clear()
 
     @rule()
     def restart(self):
@@ -95,7 +109,7 @@ class Machine(RuleBasedStateMachine):
 
     def drain(self):
         for _ in range(20_000):
-            if not self.engine._streams: break
+            if not self.engine._streams and not self.engine._flights: break
             self.engine.step()
         assert not self.engine._streams, f'requests that never end: {self.engine.stats()}'
         self.read()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'FORKED', 'TURN_STARTS', 'AGAIN', 'WORTH_WAITING', 'LOOK_AT', 'EngineHealth', 'Engine', 'turn_starts',
-           'turn_marks', 'pages_to_begin']
+           'turn_marks', 'pages_to_begin', 'Flight']
 
 # %% ../../nbs/engine/02_engine.ipynb #60c20c3c
 import bisect, itertools, logging, os, threading, time, unicodedata
@@ -19,7 +19,7 @@ from .sequence import Sequence, Stream
 from ..errors import RequestError, SparkinferError
 from ..memory.model_memory import ModelMemory
 from ..memory.paged_kv import pages_for
-from ..models.forward import Batch
+from ..models.forward import Batch, StepResult
 from ..ops.attention import PAGE
 from ..ops.sampling import Sampled, SampleSpec
 
@@ -57,7 +57,7 @@ class Engine:
         self._changed, self._calls, self._look, self._held = threading.Condition(), deque(), False, False
         self._serial, self._pid, self._longest, self._next_look = itertools.count(), os.getpid(), None, 0.0
         self._closing, self._broken, self._counts = False, None, dict(finished=0, failed=0, cancelled=0)
-        self._ended, self._close_at_end, self._close_lock = False, False, threading.Lock()
+        self._ended, self._close_at_end, self._close_lock, self._flights = False, False, threading.Lock(), deque()     # flights: steps that were begun and not taken in, the oldest first
         self.work = dict(steps=0, rows=0, drawn=0, preempted=0, retried=0, memory_faults=0, runner_seconds=0.0, step_seconds=0.0)
         self._thread = threading.Thread(target=self._run, name='sparkinfer-engine', daemon=True)
         self._thread.start()
@@ -138,6 +138,7 @@ def _run(self: Engine):
             self._broken, streams = error, [*self._streams]
             self._counts['failed'] += len(streams)
             self._streams, self._waiting, self._running = set(), [], []
+            self._flights.clear()
         for stream in streams: stream._put(ErrorEvent(error if isinstance(error, Exception) else RuntimeError(repr(error))), last=True)
     with self._changed: self._ended, last = True, self._close_at_end
     self._answer_calls()
@@ -149,13 +150,16 @@ def _run(self: Engine):
 def _turn(self: Engine):
     "One step and all that belongs to it. False: the engine is closed"
     with self._changed:
-        while not (self._waiting or self._running or self._calls or self._closing): self._changed.wait()
+        while not (self._waiting or self._running or self._calls or self._closing or self._flights): self._changed.wait()
     began = time.perf_counter()
+    if self._calls: self._land()
     self._answer_calls()
     if self._look or began >= self._next_look: self._sweep(began)
-    if self._closing and not self._streams: return False
+    if self._closing and not self._streams:
+        self._land()
+        return False
     self._admit()
-    if self._running: self._step()
+    if self._running or self._flights: self._step()
     self.work['step_seconds'] += time.perf_counter() - began
     return True
 
@@ -322,21 +326,34 @@ def _preempt(self: Engine, sequence):
     self._held, self.work['preempted'] = True, self.work['preempted'] + 1
 
 # %% ../../nbs/engine/02_engine.ipynb #f8d2de69
+@dataclass(eq=False)
+class Flight:
+    "A step that was begun: what the runner gave for it, [(sequence, its rows)], [(who draws, place in that list)], {draw: what went wrong with it before}"
+    handle: object
+    planned: list
+    draws: list
+    faults: dict
+
 @patch
 def _step(self: Engine):
-    running = [q for q in self._running if q.alone][:1] or self._running
-    rows = plan_rows([Work(q.length - q.computed, q.order, q.served, self._most(q)) for q in running], self.limits)
+    running = [q for q in self._running if q.alone][:1] or [q for q in self._running if q.length + q.flying < len(q.tokens)]
+    rows = plan_rows([Work(q.due, q.order, q.served, self._most(q)) for q in running], self.limits)
     planned = self._make_room([(q, r) for q, r in zip(running, rows) if r])
-    if not planned: return
+    if not planned: return self._land()
     draws = self._draws(planned)
     specs, faults = self._specs(draws)
     began = time.perf_counter()
-    try: result = self.runner.collect(self.runner.submit(self._batch(planned, draws), specs))
-    except Exception as error: return self._isolate([q for q, _ in planned], error)
+    try: handle = self.runner.submit(self._batch(planned, draws), specs)
+    except Exception as error:
+        self._land()                                                            # what was drawn before is good
+        return self._isolate([q for q, _ in planned], error)
     self.work['runner_seconds'] += time.perf_counter() - began
     for name, more in (('steps', 1), ('rows', sum(r for _, r in planned)), ('drawn', len(draws))): self.work[name] += more
     self._keep(planned)
-    self._hand_out(draws, result, faults)
+    self._flights.append(Flight(handle, planned, draws, faults))
+    for sequence, _ in draws: sequence.take_off()
+    waits = isinstance(handle, StepResult) or faults or any(q.cached is None or not q.steady for q, _ in draws)      # cached is None: an answer that parts from another here needs a copy of this very memory
+    self._land(keep=0 if waits else 1)
 
 @patch
 def _specs(self: Engine, draws):
@@ -360,7 +377,7 @@ def _draws(self: Engine, planned):
     draws = []
     for place, (sequence, rows) in enumerate(planned):
         sequence.served = self.work['steps']
-        if sequence.computed + rows < sequence.length: continue
+        if rows < sequence.due: continue
         draws.append((sequence, place))
         if len(sequence.stream.sequences) < sequence.params.n:
             draws += [(Sequence(sequence.stream, c, self.tokenizer, (*sequence.order[:2], c)), place) for c in range(1, sequence.params.n)]
@@ -375,6 +392,17 @@ def _batch(self: Engine, planned, draws):
     positions = np.arange(ends[-1]) + np.repeat(np.array(begins) - ends + counts, counts)
     return Batch(tokens, positions, np.repeat([q.lease.slot for q, _ in planned], counts), ends[[place for _, place in draws]] - 1 if draws else np.arange(0))
 
+# %% ../../nbs/engine/02_engine.ipynb #b190d26a
+@patch
+def _land(self: Engine, keep=0):
+    "Take in what was drawn by the steps in flight, but for the last `keep`"
+    while len(self._flights) > keep:
+        flight, began = self._flights.popleft(), time.perf_counter()
+        try: result = self.runner.collect(flight.handle)
+        except Exception as error: return self._isolate([q for q, _ in flight.planned], error)
+        self.work['runner_seconds'] += time.perf_counter() - began
+        self._hand_out(flight.draws, result, flight.faults)
+
 # %% ../../nbs/engine/02_engine.ipynb #eeeb68a4
 @patch
 def _keep(self: Engine, planned):
@@ -388,9 +416,10 @@ def _keep(self: Engine, planned):
 def _hand_out(self: Engine, draws, result, faults):
     errors, top = result.errors or (None,) * len(draws), result.top or ((None, None),) * len(draws)
     for sequence, _ in draws:
-        if sequence.lease is None and sequence.stream.sequences[0].lease: self._branch(sequence, sequence.stream.sequences[0])
+        if sequence.cached is None and sequence.stream.sequences[0].lease: self._branch(sequence, sequence.stream.sequences[0])
     for k, (sequence, _) in enumerate(draws):
-        if sequence.reason is not None: continue                                # another answer of its request has failed in this step
+        sequence.flying -= 1
+        if sequence.reason is not None: continue                                # another answer of its request has failed in this step, or it ended with the step before
         if (error := faults.get(k, errors[k])) is not None:
             self._fail(sequence.stream, error)
             continue
@@ -417,11 +446,19 @@ def _branch(self: Engine, sequence, source):
 # %% ../../nbs/engine/02_engine.ipynb #ab9bb3db
 @patch
 def _isolate(self: Engine, sequences, error):
+    culprit = sequences[0] if len(sequences) == 1 else None
+    while self._flights:                                                        # begun on top of a step that failed: nothing of them is good
+        flight = self._flights.popleft()
+        sequences = sequences + [q for q, _ in flight.planned]
+        try: self.runner.collect(flight.handle)
+        except Exception as more: log.debug('a step begun after one that failed: %s', more)
+    sequences = [q for q in dict.fromkeys(sequences) if q.reason is None]
     for sequence in sequences: self._release(sequence, publish=False)
-    if len(sequences) == 1: return self._fail(sequences[0].stream, error)
-    self.work['retried'] += 1
+    if culprit in sequences: self._fail(culprit.stream, error)
+    sequences = [q for q in sequences if q.reason is None]
+    self.work['retried'] += len(sequences) > 0
     for sequence in sequences:
-        sequence.alone = True
+        sequence.alone, sequence.flying = True, 0
         for other in [q for q in sequence.stream.sequences if q.reason is None and q is not sequence and q.length == q.prompt_length]: self._unborn(other)
         with self._changed: self._wait_again(sequence)
 

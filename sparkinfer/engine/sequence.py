@@ -149,10 +149,31 @@ class Sequence:
         self.order = order       # who comes first
         self.served = 0          # the last step in which it had a row
         self.alone = False       # its next draw is to happen in a step of its own, because a step in company has failed
+        self.flying = 0          # tokens that are drawn for it in steps that were begun, and not known yet
         stream.sequences.append(self)
 
     @property
     def computed(self): return self.lease.length if self.lease else 0
+
+    @property
+    def due(self):
+        "Tokens to compute, with those in flight"
+        return self.length + self.flying - self.computed
+
+    @property
+    def looks_back(self):
+        p = self.params
+        return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+
+    @property
+    def steady(self):
+        "Whether the draw after one in flight can be planned: it depends on no token before it but through the model"
+        return not (self.looks_back or self.alone or self.constraint is not None or self.params.logprobs is not None)
+
+    def take_off(self):
+        "A token is being drawn: it is -1 until `accept` gets it"
+        self.tokens[self.length + self.flying] = -1
+        self.flying += 1
 
     def accept(self, sampled):
         "Take a drawn token; returns the events it sets free and sets `reason` if it was the last"
@@ -183,8 +204,7 @@ NO_MASK = np.empty(0, np.uint32)
 @patch
 def spec(self: Sequence):
     "What the next draw needs; raises what goes wrong with a constraint"
-    p = self.params
-    looks_back = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+    p, looks_back = self.params, self.looks_back
     return SampleSpec(p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty, p.seed, self.choice,
-        self.length - self.prompt_length, self.bias_ids, self.bias_values, self.tokens[:self.length if looks_back else 0], self.prompt_length if looks_back else 0,
+        self.length + self.flying - self.prompt_length, self.bias_ids, self.bias_values, self.tokens[:self.length if looks_back else 0], self.prompt_length if looks_back else 0,
         -1 if p.logprobs is None else p.logprobs, NO_MASK if self.constraint is None else self.constraint.allowed())

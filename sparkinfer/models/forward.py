@@ -72,7 +72,7 @@ class Runner(Protocol):
         `.block_tables` (int32 (num_slots, ceil(max_context / PAGE)): entry [s, j] is the page of positions [16j, 16j + 16) of slot s).
         num_pages None: each slot owns its pages, the tables are filled. A number: so many pages; the tables are zeros and belong to the caller, who writes them before the step that needs them."""
     def submit(self, batch, sampling=None):
-        """Start a step; returns a handle. `sampling`: None for logits, else one `SampleSpec` for each output row. `batch.output_rows` may name a row several times (n choices of one prompt).
+        """Start a step; returns a handle: the `StepResult` itself, or something else when the tokens are still on the device. Then the next step may name them: a token below 0 is the one that its slot drew in the step before. `sampling`: None for logits, else one `SampleSpec` for each output row. `batch.output_rows` may name a row several times (n choices of one prompt).
         A row from which nothing can be drawn fails alone, see `StepResult.errors`"""
     def collect(self, handle):
         "Wait for a submitted step; returns its `StepResult`. Handles are collected in the order they were submitted."
