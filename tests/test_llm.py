@@ -1,12 +1,12 @@
 "`LLM` on a model that says what a script tells it: every token is known in advance, so faults come exactly when wanted"
-import gc, io, json, os, threading, time, weakref
+import gc, importlib.util, io, json, os, subprocess, sys, threading, time, weakref
 from dataclasses import replace
 from types import SimpleNamespace
 import numpy as np
 import pytest
 from sparkinfer.engine.engine import Engine
 from sparkinfer.errors import RequestError, SparkinferError
-from sparkinfer.llm import LLM, Conversation, Parts, Progress, load_engine
+from sparkinfer.llm import LLM, Conversation, MemorySettings, Parts, Place, Progress, choose_place, load_engine
 from sparkinfer.text.chat_template import ChatTemplate
 from support import TEMPLATE, ScriptedRunner, TinyTokenizer, babble, saying, slowly
 
@@ -242,3 +242,59 @@ def test_the_model_file_is_closed_when_the_cache_cannot_be_written(tmp_path):
     folder.rmdir()
     with pytest.raises(SparkinferError, match='cannot be written'): llm.close()
     assert llm.parts.checkpoint.closed == 1
+
+# ---- CPU or GPU
+
+needs_numba_cuda = pytest.mark.skipif(importlib.util.find_spec('numba_cuda') is None, reason='numba-cuda comes with the cuda and dev extras')
+
+@pytest.fixture
+def two_cards(monkeypatch):
+    "A machine with an old GPU and one that will do; the free memory of each"
+    from sparkinfer.cuda import graphs
+    free = [8 << 30, 8 << 30]
+    monkeypatch.setattr('sparkinfer.llm.has_driver', lambda: True)
+    monkeypatch.setattr(graphs, 'cards', lambda: (graphs.Card(0, 'NVIDIA T4', (7, 5)), graphs.Card(1, 'NVIDIA H200', (9, 0))))
+    monkeypatch.setattr(graphs, 'free_bytes', lambda number: free[number])
+    monkeypatch.setattr(graphs._Taken, 'number', None)
+    return free
+
+@needs_numba_cuda
+def test_auto_takes_the_first_gpu_that_will_do(two_cards):
+    "Fault: an old GPU was taken, or a good one left"
+    said, weights = [], parts_of().weights
+    assert choose_place(weights, say=said.append) == Place('cuda', 1, 'NVIDIA H200') and said == []
+    with pytest.raises(SparkinferError, match='another card needs a process of its own'): choose_place(weights, device='cuda:0')
+    two_cards[0] = two_cards[1] = 0                                            # this process has its card, and what it holds there is not free any more
+    assert choose_place(weights, device='cuda:1').device == 'cuda:1'
+
+@needs_numba_cuda
+def test_why_a_gpu_was_not_taken_is_one_line(two_cards):
+    "Fault: a model ran on the CPU beside an idle GPU, and nobody knew why"
+    two_cards[1], said, weights = 1 << 20, [], parts_of().weights
+    assert choose_place(weights, say=said.append) == Place('cpu')
+    assert len(said) == 1 and all(words in said[0] for words in ('computing on the CPU', 'cuda:0 (NVIDIA T4)', '7.5', 'cuda:1 (NVIDIA H200): not enough memory', '1.0 MB are free')) and '\n' not in said[0], said
+    two_cards[1] = 8 << 30
+    assert choose_place(weights, settings=MemorySettings(kv_type='bf16'), say=said.append) == Place('cpu') and 'f16, int8' in said[1]
+    with pytest.raises(SparkinferError, match=r'there is no cuda:2; this machine has 2 cards: cuda:0 \(NVIDIA T4\), cuda:1 \(NVIDIA H200\)'): choose_place(weights, device='cuda:2')
+    for runner in ('cpu', 'spec'): assert choose_place(weights, runner, say=said.append) == Place(runner) and len(said) == 2
+
+def test_without_a_gpu_nothing_of_cuda_is_imported():
+    "Fault: half a second and two hundred megabytes for a look whether there is a GPU"
+    from sparkinfer.llm import has_driver
+    if has_driver(): pytest.skip('there is a GPU here')
+    code = '''
+import sys
+sys.path.insert(0, "tests")
+from test_llm import load
+llm, said = load(runner="auto")
+print(llm.info, said, [m for m in sys.modules if m.startswith(("sparkinfer.cuda.", "sparkinfer.models.cuda", "numba_cuda", "cuda."))])
+'''
+    done = subprocess.run([sys.executable, '-c', code], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stderr == '' and "'device': 'cpu'" in done.stdout and done.stdout.rstrip().endswith('[]'), done.stdout + done.stderr
+
+def test_what_is_in_force_is_told():
+    llm, _ = load()
+    with llm:
+        assert llm.engine.place == llm.place == Place('spec') and llm.info['runner'] == 'spec' and llm.info['device'] == 'cpu' and llm.info['capacity']['slots'] == 1
+        assert dict(llm.facts())['device'].startswith('cpu with') and 'spec with' in repr(llm)
+    with pytest.raises(SparkinferError, match='device cuda:0 and runner spec contradict'): load(device='cuda:0')

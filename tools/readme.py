@@ -55,7 +55,7 @@ def gpu_table(folder: Path) -> str:
     lines = ['| shape | sequences | at position | tok/s, waiting for each token | one step ahead | so too, with temperature, top-k, top-p | % of what the card can read |', '|---' * 7 + '|']
     for shape, record in sorted(newest.items(), key=lambda item: item[1]['weight_bytes'], reverse=True):
         for row in (record['results'][0], record['results'][-1]): lines.append(f"| {shape} | {row['sequences']} | {row['position']:,} | {row['tokens_a_second']:,.0f} | {row['ahead_tokens_a_second']:,.0f} | {row['drawn_tokens_a_second']:,.0f} | {row['percent_of_read']:.0f} |")
-    return (f"On a GPU (`pip install -e '.[cuda]'`; compute capability 9.0 or newer, driver 580 or newer), one {record['gpu']}, {record['time'][:10]}, noise in the shape of a model (`sparkinfer bench --synthetic SHAPE`). The server waits for each token today; one step ahead, the next is launched before the last one's tokens are read:"
+    return (f"On a GPU (`pip install -e '.[cuda]'`; compute capability 9.0 or newer, driver 580 or newer), one {record['gpu']}, {record['time'][:10]}, noise in the shape of a model (`sparkinfer bench --synthetic SHAPE`). The server works one step ahead: the next step is launched before the tokens of the last one are read:"
             + '\n\n' + '\n'.join(lines))
 
 def readme() -> str:

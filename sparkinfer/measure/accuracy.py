@@ -259,9 +259,12 @@ def dequantised(weights):
     return Weights(weights.config, {name: Tensor(weights[name].name, weights[name].shape, quant_type('F32'), flat(weights[name])) for name in weights}, weights.unused)
 
 def make_runner(kind, weights, max_context):
-    "A loaded runner by name: 'spec' or 'spec64' (NumPy in float32 or float64), 'cpu' (Numba, on the file's blocks), 'cpu32' (Numba with float32 weights and memory)"
+    "A loaded runner by name: 'spec' or 'spec64' (NumPy in float32 or float64), 'cpu' (Numba, on the file's blocks), 'cpu32' (Numba with float32 weights and memory), 'cuda' (on this process's GPU)"
     if kind in ('spec', 'spec64'): return SpecRunner(np.float64 if kind == 'spec64' else np.float32).load(weights, max_context=max_context)
-    if kind not in ('cpu', 'cpu32'): raise UnsupportedError(f'no runner is called {kind!r}; there are spec, spec64, cpu and cpu32')
+    if kind == 'cuda':
+        from sparkinfer.models.cuda_runner import CudaRunner
+        return CudaRunner().load(weights, max_context=max_context)
+    if kind not in ('cpu', 'cpu32'): raise UnsupportedError(f'no runner is called {kind!r}; there are spec, spec64, cpu, cpu32 and cuda')
     from sparkinfer.measure.speed import memory_available
     from sparkinfer.models.cpu_runner import CpuRunner
     runner = CpuRunner(room=memory_available()) if kind == 'cpu' else CpuRunner(kv_type='f32')

@@ -216,7 +216,8 @@ def one_model(body, context):
 def info(body, context):
     "What is in force and who said so, the sampling defaults with their sources, the memory and the work done so far"
     engine, state = context.engine, context.state
-    return dict(model=engine.name, version=sparkinfer.__version__, context_length=engine.max_context, max_running=engine.max_running, limits=asdict(engine.limits), capacity=engine.capacity and asdict(engine.capacity),
+    place = getattr(engine, 'place', None)
+    return dict(model=engine.name, version=sparkinfer.__version__, runner=place and place.runner, device=place and place.device, card=place and (place.name or None), context_length=engine.max_context, max_running=engine.max_running, limits=asdict(engine.limits), capacity=engine.capacity and asdict(engine.capacity),
                 defaults={name: dict(value=value, source=source) for name, value, source in engine.defaults.rows()}, settings=shown_settings(state.shown),
                 warnings=[line for _, line in contradictions(state.shown)], **engine.stats())
 
