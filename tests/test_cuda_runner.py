@@ -104,6 +104,40 @@ for module, names in (("sparkinfer.models.cuda_runner", {"mask_of_nobody": kerne
     assert 'mask_of_nobody cannot be made: KeyError' in unknown and 'decide cannot be made: its process has ended' in ended
 
 @needs_numba_cuda
+def test_kept_weights_are_the_packed_ones(tmp_path):
+    "A second load reads what the first has written, byte for byte; a file that has changed since is packed anew, and what was kept of it is gone"
+    code = '''
+import os
+from pathlib import Path
+import numpy as np
+from sparkinfer.formats.safetensors import open_checkpoint
+from sparkinfer.model_store import cache_dir
+from sparkinfer.models import cuda_runner
+from sparkinfer.models.config import ModelConfig
+from sparkinfer.models.synthetic import synth
+from sparkinfer.models.weights import Weights
+path, calls, pack = Path(os.environ["SPARKINFER_CACHE"])/"m.gguf", [], cuda_runner.pack
+cuda_runner.pack = lambda *a: calls.append(1) or pack(*a)
+synth("tiny-qwen3moe", path)
+def load(keep):
+    calls.clear()
+    checkpoint = open_checkpoint(path)
+    runner = cuda_runner.CudaRunner()
+    runner.keep_packed = keep
+    runner.load(Weights.from_checkpoint(checkpoint, ModelConfig.from_checkpoint(checkpoint)), max_context=32)
+    matrices = [m for layer in runner.layers for name, parts in layer.items() if name != "memory" and isinstance(parts, list) for m, _ in parts] + [runner.head, runner.embedding]
+    return len(calls), [m.buffer.read(np.uint8, m.buffer.nbytes) for m in matrices]
+plain, first, again = load(False), load(True), load(True)
+assert plain[0] == first[0] > 0 == again[0], (plain[0], first[0], again[0])
+assert all((a == b).all() and (a == c).all() for a, b, c in zip(plain[1], first[1], again[1]))
+kept = list((cache_dir()/"packed").iterdir())
+os.utime(path, (1, 1))
+assert load(True)[0] == plain[0] and len(kept) == 1 and not kept[0].exists() and len(list((cache_dir()/"packed").iterdir())) == 1
+'''
+    done = python(code, SPARKINFER_CACHE=str(tmp_path), NUMBA_ENABLE_CUDASIM='1')
+    assert done.returncode == 0, done.stderr
+
+@needs_numba_cuda
 def test_no_driver():
     if Path('/dev/nvidia0').exists(): pytest.skip('there is a GPU here')
     done = python('from sparkinfer.models.cuda_check import small_hybrid\nfrom sparkinfer.models.cuda_runner import CudaRunner\nCudaRunner().load(small_hybrid(), max_context=16)', NUMBA_ENABLE_CUDASIM='0')

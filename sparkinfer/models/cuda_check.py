@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'SYNTHETIC', 'in_floats', 'tiny', 'feed', 'worst', 'check_references', 'poisoned', 'check_memory',
            'check_company', 'check_faults', 'check_draws', 'check_hidden', 'check_ahead', 'check_ties', 'synthetic',
-           'check_shape_of', 'time_decode', 'noise_weights', 'step_bytes', 'kernel_table', 'bench', 'checks',
-           'run_check', 'main', 'small_hybrid', 'simulate']
+           'check_shape_of', 'time_decode', 'noise_weights', 'step_bytes', 'kernel_table', 'bench', 'bench_masks',
+           'bench_first_start', 'checks', 'run_check', 'main', 'small_hybrid', 'simulate']
 
 # %% ../../nbs/models/05_cuda_check.ipynb #18220cfc
 import argparse, json, math, sys, tempfile, time
@@ -367,6 +367,37 @@ def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None
     for sequences, found in kernels.items(): table += f'\n\n{sequences} sequences, each kernel alone:\n' + text_table(['kernel', 'a step', 'µs', 'ms together'], [list(map(str, k.values())) for k in found])
     return report(f'cuda-runner-{shape}', f'{table}\n\nprompt of 1024 tokens: {1024 / read:.0f} tok/s', dict(shape=shape, layers=depth, kv_type=kv, weight_bytes=size, load_seconds=round(loaded, 1), ceiling_gb_s=ceiling / 1e9, prompt_tokens_a_second=round(1024 / read, 1), results=rows, kernels=kernels, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
 
+# %% ../../nbs/models/05_cuda_check.ipynb #566bc9cd
+def bench_masks(shape='qwen3.6-35b-a3b', layers=4, save=True, commit=None):
+    "Milliseconds of a step that waits for its tokens, at temperature .7, top-k 40 and top-p .95: without a mask, with one of each kind, and drawn on the host"
+    from sparkinfer.cuda.check import gpu_record
+    weights = noise_weights(shape, layers)
+    runner, vocabulary, rows = CudaRunner().load(weights, max_context=512, num_slots=32), weights.config.vocab_size, []
+    ids = np.arange(vocabulary)
+    for sequences in (1, 32):
+        for what, more in (('no mask', {}), ('half allowed', dict(allowed=pack_mask(ids % 2 == 0))), ('ten allowed', dict(allowed=pack_mask(ids % (vocabulary // 10) == 5))), ('drawn on the host', dict(num_logprobs=0))):
+            seconds = time_decode(runner, sequences, 128, temperature=.7, top_k=40, top_p=.95, **more)
+            rows.append(dict(sequences=sequences, what=what, milliseconds=round(seconds * 1e3, 3)))
+    runner.close()
+    return report('cuda-masks', text_table(['sequences', 'mask', 'ms a step'], [list(map(str, r.values())) for r in rows]), dict(shape=shape, layers=layers, vocabulary=vocabulary, results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
+
+def bench_first_start(shapes=('qwen3.6-35b-a3b', 'qwen3.8-27b'), save=True, commit=None):
+    "Seconds until the kernels of a model are made, and the seconds that its processes worked on them one by one"
+    from sparkinfer.cuda.check import gpu_record
+    from sparkinfer.cuda.graphs import make_kernels
+    from sparkinfer.measure.speed import cpu_count
+    from sparkinfer.models.cuda_runner import kernels_of
+    rows = []
+    for shape in shapes:
+        weights, runner, each = noise_weights(shape), CudaRunner(), []
+        runner.config, runner.num_slots = weights.config, 8
+        runner.choose_kernels()
+        outline = runner.outline(runner.plan_weights(weights), weights)
+        begin, kernels = time.perf_counter(), kernels_of(*outline)
+        made = make_kernels(kernels, ('sparkinfer.models.cuda_runner', 'kernels_of', outline), (9, 0), lambda name, seconds: each.append(seconds or 0))
+        rows.append(dict(shape=shape, kernels=len(kernels), made=made, seconds=round(time.perf_counter() - begin, 1), seconds_of_each=round(sum(each), 1), cores=cpu_count()))
+    return report('cuda-first-start', text_table(['shape', 'kernels', 'made', 's', 's of each', 'cores'], [list(map(str, r.values())) for r in rows]), dict(results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
+
 # %% ../../nbs/models/05_cuda_check.ipynb #a141ec9e
 def checks(folder, families, shapes):
     "[(what, function)]"
@@ -395,6 +426,8 @@ def main(argv=None):
     parser.add_argument('--processes', type=int, default=1, help='run so many checks at a time, each in a process of its own')
     parser.add_argument('--speed-of', nargs='*', default=['qwen3.6-35b-a3b'], help='shapes that --speed times')
     parser.add_argument('--speed', type=int, help='time a made-up qwen3.6-35b-a3b of so many layers (40 is all of it)')
+    parser.add_argument('--masks', action='store_true', help='time steps with masks of allowed tokens')
+    parser.add_argument('--first-start', action='store_true', help='time how long the kernels of two models take to be made; with an empty SPARKINFER_CACHE')
     parser.add_argument('--commit', help='what to write into the record where there is no git')
     args, failed, lines = parser.parse_args(argv), 0, []
     from sparkinfer.cuda.check import side_by_side
@@ -407,6 +440,8 @@ def main(argv=None):
     if lines:
         from sparkinfer.cuda.check import gpu_record
         report('cuda-runner-check', f'{len(lines) - failed} of {len(lines)} hold', dict(failed=failed, checks=[dict(what=w, seconds=s, outcome=o) for w, s, o in lines], **gpu_record(), **(dict(measured_commit=args.commit) if args.commit else {})), save=not failed)
+    if args.first_start: bench_first_start(commit=args.commit)
+    if args.masks: bench_masks(commit=args.commit)
     for shape in args.speed_of if args.speed else (): bench(args.speed if shape == 'qwen3.6-35b-a3b' else None, shape, commit=args.commit)
     return failed
 
