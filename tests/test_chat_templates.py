@@ -109,3 +109,21 @@ def test_a_switch_that_is_asked_for_is_one_that_the_template_takes(templates):
     assert off == ({'enable_thinking': False}, ()) and templates['xml_effort'].render(record['chats']['question'], **off.variables).endswith('<think>\n\n</think>\n\n')
     assert templates['hermes_thinking'].switches(effort='low') == ({'enable_thinking': True}, ('effort',))
     assert templates['smollm2'].switches(False) == ({}, ('thinking',))
+
+@pytest.mark.parametrize('style', (*STYLES, 'smollm2'))
+def test_a_message_left_open_is_the_closed_one_without_its_end(style, templates, tokenizer):
+    "Whatever a template does with reasoning and white space, it does the same; only the end of the turn is missing, in text and in ids"
+    template, question = templates[style], [dict(role='user', content='Sky?')]
+    thinks = style != 'smollm2'
+    for last in (dict(content='It is'), dict(content='It is ', reasoning_content='Hm.'), dict(content='  a\n\n<|im_end|> b'), dict(content='<think>\nHm.\n</think>\n\nIt is')):
+        messages = [*question, dict(role='assistant', **last)]
+        closed, open = template.render(messages, add_generation_prompt=False), template.render(messages, continue_final_message=True)
+        assert closed.startswith(open.rstrip()) and closed[len(open.rstrip()):].lstrip() == '<|im_end|>\n' and open.endswith(last['content'].rpartition('\n')[2])
+        ids = template.encode(messages, tokenizer, continue_final_message=True)
+        assert tokenizer.decode(ids, skip_special=False) == open and [i for i in ids if i in tokenizer.special_ids] == [i for i in template.encode(messages, tokenizer, add_generation_prompt=False) if i in tokenizer.special_ids][:-1]
+        assert not opened_by(ids, Markup.from_template(template.source), tokenizer)
+    if not thinks: return
+    for last in (dict(content='', reasoning='Hm'), dict(content='<think>\nHm'), dict(content=None, reasoning_content='Hm')):
+        messages = [*question, dict(role='assistant', **last)]
+        ids = template.encode(messages, tokenizer, continue_final_message=True)
+        assert tokenizer.decode(ids, skip_special=False).endswith('<|im_start|>assistant\n<think>\nHm') and opened_by(ids, Markup.from_template(template.source), tokenizer)

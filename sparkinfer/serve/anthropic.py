@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ERROR_TYPES', 'DIALECT', 'ROUTES', 'Anthropic', 'Turn', 'CountBody', 'MessagesBody', 'blocks_of', 'text_of',
-           'result_text', 'read_turn', 'conversation', 'thinking_of', 'function_tools', 'tool_choice', 'output_of',
-           'chat_call', 'signature', 'usage_dict', 'stop_of', 'MessagesWriter', 'prepare', 'count', 'model_info',
-           'models_page']
+           'result_text', 'read_turn', 'conversation', 'check_prefill', 'thinking_of', 'function_tools', 'tool_choice',
+           'output_of', 'chat_call', 'signature', 'usage_dict', 'stop_of', 'MessagesWriter', 'prepare', 'count',
+           'model_info', 'models_page']
 
 # %% ../../nbs/serve/04_anthropic.ipynb #8395d96b
 import base64, hashlib, json
@@ -117,9 +117,16 @@ def conversation(body: CountBody) -> list[dict]:
         if system: talk.add(dict(role='system', content=system))
     if not body.messages: raise wrong('messages', 'must hold at least one message')
     for k, turn in enumerate(body.messages): read_turn(turn, f'messages[{k}]', talk)
-    if body.messages[-1].role == 'assistant':
-        raise wrong('messages', "must end with the user's: this server does not continue the assistant's last message", 'unsupported_prefill')
+    if body.messages[-1].role == 'assistant': check_prefill(body, talk.end()[-1])
     return talk.end()
+
+def check_prefill(body: CountBody, message: dict):
+    "ApiError 400 for a last message of the assistant, `message` for the template, with which an answer cannot go on"
+    content = body.messages[-1].content
+    if isinstance(content, list) and content and content[-1]['type'] != 'text': raise wrong('messages', f"must not end with a block of type {content[-1]['type']}: what an answer goes on with is text")
+    if message['content'].rstrip() != message['content']: raise wrong('messages', 'must not end with white space: the text of the last message, with which the answer goes on, does')
+    if message['content'] and (body.thinking or {}).get('type') in ('enabled', 'adaptive'):
+        raise wrong('thinking', 'must be disabled or absent where the answer goes on with a last message of the assistant: its thinking is over', 'unsupported_prefill')
 
 # %% ../../nbs/serve/04_anthropic.ipynb #a75b8567
 def thinking_of(body: CountBody):
@@ -180,7 +187,7 @@ def chat_call(body: CountBody) -> ChatCall:
     more = {} if not isinstance(body, MessagesBody) else dict(stop=stop_strings(body.stop_sequences, 'stop_sequences'),
                                                               **{name: getattr(body, name) for name in ('temperature', 'top_p', 'top_k', 'seed')})
     return ChatCall(conversation(body), SamplingParams(max_tokens=body.max_tokens, **more), function_tools(body.tools), choice, parallel, form, thinking,
-                    effort, budget, stream=bool(getattr(body, 'stream', False)))
+                    effort, budget, stream=bool(getattr(body, 'stream', False)), continues=body.messages[-1].role == 'assistant')
 
 # %% ../../nbs/serve/04_anthropic.ipynb #69c5d5f6
 def signature(thinking: str) -> str: return base64.b64encode(hashlib.sha256(thinking.encode()).digest()).decode()

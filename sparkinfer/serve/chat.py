@@ -36,6 +36,8 @@ class ChatCall:
     max_seconds: float | None = None
     stream: bool = False
     prompt_ids: list | None = None        # a raw prompt: no template, and nothing is looked for in the answer
+    continues: bool = False               # the last message is the assistant's, and the answer goes on with it
+    begins: bool = True                   # else: the prompt ends with the beginning of a new answer
 
 # %% ../../nbs/serve/01_chat.ipynb #25f6722d
 AnswerUsage = Usage      # of one answer, or of all answers to one job
@@ -96,7 +98,9 @@ class AnswerBuilder:
         pieces, cut_call, dropped = list(self.parser.finish(cut)), self.parser.cut_call, getattr(self.parser, 'dropped', '')
         if cut and open_before: self.answer.cut_in = 'reasoning'
         if cut_call: self.answer.cut_in = 'call'
-        if event.reason == 'stop' and dropped: pieces, self.answer.cut_in = [*pieces, Piece('content', dropped)], None
+        if event.reason == 'stop' and dropped:                                                                                      # what a stop string ended, nobody finishes
+            pieces.append(Piece('reasoning' if self.parser.reasoning_open else 'content', dropped))
+            if cut_call: self.answer.cut_in = None
         if event.reason != 'stop' and cut_call: pieces = [replace(p, text='') if p.kind == 'call_end' else p for p in pieces]       # a limit says itself that something is missing
         return pieces
 
@@ -264,8 +268,17 @@ class Prompt:
     markup: Markup = Markup()
     opened: bool = False                  # it ends inside of reasoning
     tools: list = field(default_factory=list)      # those that were shown
+    said: str = ''                        # the words with which it ends, if the answer goes on with a message
 
-_RESERVED = ('messages', 'tools', 'add_generation_prompt', 'tokenizer')
+_RESERVED = ('messages', 'tools', 'add_generation_prompt', 'continue_final_message', 'tokenizer')
+
+def _ending(call: ChatCall) -> tuple:
+    "(the messages, how the template is to end, the words with which the prompt ends)"
+    if not call.continues or not call.messages: return call.messages, {} if call.begins else dict(add_generation_prompt=False), ''
+    *before, last = call.messages
+    said = last.get('content') or last.get('reasoning_content') or ''
+    if last.get('role') == 'assistant' and not said and not last.get('tool_calls'): return before, {}, ''
+    return call.messages, dict(continue_final_message=True), said
 
 def check_choice(call: ChatCall):
     "ApiError 400 if the choice of a tool does not fit the tools"
@@ -288,19 +301,22 @@ def chat_prompt(call: ChatCall, engine) -> Prompt:
         raise ApiError(400, "'tools': this model's chat template has no tool calls of a form that this server reads; leave the field out", param='tools', code='unsupported_parameter')
     thinking = False if call.budget == 0 and call.thinking is None else call.thinking
     variables = template.switches(thinking, call.effort).variables | call.variables
-    try: ids = [int(i) for i in engine.encode_chat(call.messages, **({'tools': tools} if tools else {}), **variables)]
+    messages, ending, said = _ending(call)
+    try: ids = [int(i) for i in engine.encode_chat(messages, **({'tools': tools} if tools else {}), **ending, **variables)]
     except UnicodeEncodeError: raise RequestError("'messages' holds half of a surrogate pair (\\ud800 to \\udfff) in the arguments of a call, which is no character", 'messages') from None
-    return Prompt(ids, markup, opened_by(ids, markup, engine.tokenizer), tools)
+    opened = opened_by(ids, markup, engine.tokenizer)
+    return Prompt(ids, markup, opened, tools, said.lstrip().removeprefix(markup.think_open) if opened else said)
 
 # %% ../../nbs/serve/01_chat.ipynb #df8b552c
 def constrained(call: ChatCall, prompt: Prompt, tokenizer) -> SamplingParams:
     "The call's parameters with its grammar and its reasoning"
     grammar, markup, choice = call.format, prompt.markup, call.tool_choice
     if prompt.tools: grammar = tool_grammar(prompt.tools, choice, call.parallel_tool_calls, markup, content=grammar if choice == 'auto' else None) or grammar
+    if grammar is not None and prompt.said and not prompt.opened: grammar = replace(grammar, said=prompt.said)
     if not markup.think_close: return replace(call.params, grammar=grammar)
     close, open = (tuple(tokenizer.encode(text, special=True, add_bos=False)) for text in (markup.think_close, markup.think_open))
     off = call.thinking is False or call.effort == 'none' or call.budget == 0
-    reasoning = ReasoningBudget(call.budget, close, prompt.opened, () if prompt.opened or off else open)
+    reasoning = ReasoningBudget(call.budget, close, prompt.opened, () if prompt.opened or prompt.said or off else open)
     return replace(call.params, grammar=replace(grammar, after=close) if grammar is not None else None, reasoning=reasoning)
 
 def chat_job(call: ChatCall, engine, writer: Writer) -> Job:
@@ -308,4 +324,4 @@ def chat_job(call: ChatCall, engine, writer: Writer) -> Job:
     prompt = chat_prompt(call, engine)
     request = Request(prompt.ids, constrained(call, prompt, engine.tokenizer), priority=call.priority, max_seconds=call.max_seconds)
     engine.check(request)
-    return Job([request], writer, call.stream, lambda index: OutputParser(prompt.markup, prompt.opened, prompt.tools, call.parallel_tool_calls))
+    return Job([request], writer, call.stream, lambda index: OutputParser(prompt.markup, prompt.opened, prompt.tools, call.parallel_tool_calls, prompt.said))

@@ -251,7 +251,9 @@ def prepare_chat(body: OllamaChat, context: Context) -> Job | dict:
     if not body.messages: return loaded(body, context, writer.text())
     check_tools(tools)
     if tools and not markup_of(engine).call_format: raise ApiError(400, f'"{engine.name}" does not support tools')
-    return chat_job(ChatCall(template_messages(body.messages), params, tools, format=form, stream=body.stream is not False, **thinking), engine, writer)
+    messages = template_messages(body.messages)
+    goes_on = messages[-1]['role'] == 'assistant' and not messages[-1].get('tool_calls')         # the answer, with what the client has begun
+    return chat_job(ChatCall(messages, params, tools, format=form, stream=body.stream is not False, continues=goes_on, **thinking), engine, writer)
 
 def prepare_generate(body: OllamaGenerate, context: Context) -> Job | dict:
     "Raises ApiError or RequestError"

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['DIALECT', 'ROUTES', 'StreamOptions', 'GenerationBody', 'Message', 'ChatBody', 'CompletionBody', 'not_yet',
-           'refuse_unsupported', 'sampling_params', 'template_messages', 'tools_of', 'response_format', 'format_of',
-           'reasoning_of', 'prompt_ids', 'token_name', 'chat_logprobs', 'completion_logprobs', 'usage_dict',
-           'OpenAIWriter', 'ChatWriter', 'CompletionWriter', 'served_model', 'chat_call', 'prepare_chat',
+           'refuse_unsupported', 'sampling_params', 'template_messages', 'continuing', 'tools_of', 'response_format',
+           'format_of', 'reasoning_of', 'prompt_ids', 'token_name', 'chat_logprobs', 'completion_logprobs',
+           'usage_dict', 'OpenAIWriter', 'ChatWriter', 'CompletionWriter', 'served_model', 'chat_call', 'prepare_chat',
            'prepare_completion', 'TokenizeBody', 'DetokenizeBody', 'tokenize', 'detokenize', 'apply_template', 'props']
 
 # %% ../../nbs/serve/02_openai.ipynb #5bdda20e
@@ -89,6 +89,8 @@ class ChatBody(GenerationBody):
     thinking_token_budget: int | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: dict | None = None
+    continue_final_message: bool | None = None    # vLLM's two, see `continuing`
+    add_generation_prompt: bool | None = None
 
 class CompletionBody(GenerationBody):
     prompt: Any
@@ -190,6 +192,14 @@ def template_messages(messages: list) -> list[dict]:
     if not messages: raise ApiError(400, "'messages' must hold at least one message", param='messages')
     names = {}
     return [_message(m, f'messages[{k}]', names) for k, m in enumerate(messages)]
+
+# %% ../../nbs/serve/02_openai.ipynb #5b8e2d63
+def continuing(body, messages: list) -> dict:
+    "`continues` and `begins` for a ChatCall"
+    on, new, last = body.continue_final_message, body.add_generation_prompt, messages[-1]
+    if on and new: raise ApiError(400, "'continue_final_message' and 'add_generation_prompt' contradict each other: set one of them", param='continue_final_message')
+    if on is None and new is None: on = last['role'] == 'assistant' and not last.get('tool_calls')
+    return dict(continues=bool(on), begins=new is not False)
 
 # %% ../../nbs/serve/02_openai.ipynb #5c6c9504
 def tools_of(body) -> tuple:
@@ -395,8 +405,9 @@ def chat_call(body: ChatBody, max_choices: int) -> ChatCall:
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20: raise ApiError(400, f"'top_logprobs' must be between 0 and 20, not {body.top_logprobs}", param='top_logprobs')
     params = sampling_params(body, (body.top_logprobs or 0) if body.logprobs else None, max_choices)
     (tools, choice), asked = tools_of(body), reasoning_of(body)
-    return ChatCall(template_messages(body.messages), params, tools, choice, body.parallel_tool_calls is not False, format_of(body), asked['thinking'], asked['effort'], asked['budget'],
-                    body.chat_template_kwargs or {}, body.priority or 0, body.max_seconds, bool(body.stream))
+    messages = template_messages(body.messages)
+    return ChatCall(messages, params, tools, choice, body.parallel_tool_calls is not False, format_of(body), asked['thinking'], asked['effort'], asked['budget'],
+                    body.chat_template_kwargs or {}, body.priority or 0, body.max_seconds, bool(body.stream), **continuing(body, messages))
 
 def prepare_chat(body: ChatBody, context: Context) -> Job:
     "Raises ApiError or RequestError"
@@ -446,6 +457,8 @@ class TokenizeBody(Body):
     parse_special: bool = True
     with_pieces: bool = False
     return_token_strs: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 # %% ../../nbs/serve/02_openai.ipynb #ff3db0ff
 class DetokenizeBody(Body):
@@ -459,8 +472,8 @@ def _asked(body, engine) -> list:
     return chat_prompt(_call(body), engine).ids
 
 def _call(body):
-    tools, choice = tools_of(body)
-    return ChatCall(template_messages(body.messages), tools=tools, tool_choice=choice, thinking=body.enable_thinking, effort=body.reasoning_effort, variables=body.chat_template_kwargs or {})
+    (tools, choice), messages = tools_of(body), template_messages(body.messages)
+    return ChatCall(messages, tools=tools, tool_choice=choice, thinking=body.enable_thinking, effort=body.reasoning_effort, variables=body.chat_template_kwargs or {}, **continuing(body, messages))
 
 def tokenize(body: TokenizeBody, context: Context) -> dict:
     engine = context.engine
