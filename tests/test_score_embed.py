@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 import httpx, numpy as np, ollama, openai, pytest
 from sparkinfer.engine.engine import Engine
+from sparkinfer.engine.request import Request, SamplingParams
 from sparkinfer.formats.safetensors import open_checkpoint
 from sparkinfer.models.config import ModelConfig
 from sparkinfer.models.cpu_runner import CpuRunner
@@ -20,9 +21,9 @@ TINY = Path(__file__).resolve().parent.parent/'data'/'reference'/'tiny'
 FAMILIES = ['llama', 'qwen3', 'qwen3_5-r2', 'qwen3_5_moe']
 
 @contextmanager
-def loaded(family, runner):
+def loaded(family, runner, num_slots=2):
     weights = Weights.from_checkpoint(open_checkpoint(TINY/family), ModelConfig.from_checkpoint(open_checkpoint(TINY/family)))
-    with Engine(runner.load(weights, max_context=160, num_slots=2), TinyTokenizer('ab', 'cd', 'ef', 'gh')) as engine: yield engine
+    with Engine(runner.load(weights, max_context=160, num_slots=num_slots), TinyTokenizer('ab', 'cd', 'ef', 'gh')) as engine: yield engine
 
 def record(family): return dict(np.load(TINY/family/'logits.npz'))
 
@@ -50,6 +51,25 @@ def test_the_cpu_runner_shows_the_same_hidden_rows(family):
                 assert a @ b > 1 - 2e-3, (family, n, pooling, float(a @ b))       # its activations are rounded to 8 bits
         a, b = (e.score(ids[:9], ids[9:80]) for e in (spec, cpu))
         assert abs(a.total - b.total) < 0.02 * abs(a.total)
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_many_texts_have_the_vectors_that_each_has_alone(family):
+    "To the last bit, in ragged steps and whatever is in them: each row's sums are its own, and no piece of a text is cut where a step was full"
+    ids = record(family)['ids'].tolist()
+    texts = [ids[k:k + n] for k, n in enumerate((1, 130, 5, 64, 2, 65, 3, 100, 17, 1, 9))]
+    with loaded(family, CpuRunner(num_threads=2), num_slots=6) as engine:
+        alone = {pooling: [engine.embed(text, pooling) for text in texts] for pooling in ('mean', 'last')}
+        for order in (texts, texts[::-1]):
+            for pooling in alone:
+                steps = engine.work['steps']
+                together = engine.embed_all(order, pooling)
+                assert engine.work['steps'] - steps < sum(-(-len(t) // 64) for t in texts), 'each text has had steps of its own'
+                np.testing.assert_array_equal(together, alone[pooling] if order is texts else alone[pooling][::-1])
+        stream = engine.submit(Request(ids[:5], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)))      # rows of an answer go on between
+        np.testing.assert_array_equal(engine.embed_all(texts), alone['mean'])
+        stream.collect()
+        engine.memory.check()
+        assert engine.memory.free_slots == 6
 
 @pytest.mark.skipif(importlib.util.find_spec('transformers') is None, reason='transformers comes with the parity extra')
 @pytest.mark.parametrize('family', FAMILIES)
@@ -89,6 +109,29 @@ def test_many_at_once_are_all_answered(server):
     with ThreadPoolExecutor(16) as pool: assert list(pool.map(ask, range(48))) == [200] * 48
     server.engine.memory.check()
     assert server.engine.memory.free_slots == 2
+
+def test_many_inputs_of_one_request(server):
+    "The vectors of single requests, in order, in every API that takes several; texts that share steps, and a mistake in one of them"
+    texts = [f'text {k} ' * (1 + 7 * k % 5) for k in range(40)]
+    alone = [httpx.post(server.url + '/v1/embeddings', json=dict(input=t)).json()['data'][0]['embedding'] for t in texts]
+    steps = server.engine.work['steps']
+    reply = httpx.post(server.url + '/v1/embeddings', json=dict(input=texts)).json()
+    assert [d['embedding'] for d in reply['data']] == alone and reply['usage']['prompt_tokens'] == sum(map(len, texts))
+    assert server.engine.work['steps'] - steps < 30
+    assert httpx.post(server.url + '/api/embed', json=dict(input=texts)).json()['embeddings'] == alone
+    bad = httpx.post(server.url + '/v1/embeddings', json=dict(input=[*texts, 'x' * 401]))
+    assert bad.status_code == 400 and bad.json()['error']['code'] == 'context_length_exceeded'
+
+def test_others_go_on_beside_many_texts():
+    "A single slot and a request of many texts: an answer comes in between them"
+    runner = ToyRunner(vocab_size=260).load(max_context=400, num_slots=1)
+    submit, runner.submit = runner.submit, lambda *a: time.sleep(0.002) or submit(*a)
+    with background_server(lambda report: Engine(runner, toy_tokenizer()), ServeSettings(port=0, shutdown_seconds=0.5)) as state, ThreadPoolExecutor(1) as pool:
+        many = pool.submit(lambda: httpx.post(state.url + '/v1/embeddings', json=dict(input=['a text'] * 1000), timeout=60))
+        while not state.engine.work['steps']: time.sleep(0.005)
+        assert httpx.post(state.url + '/v1/completions', json=dict(prompt='x', max_tokens=3), timeout=60).status_code == 200
+        assert not many.done(), 'it waited for all texts'
+        assert len(many.result().json()['data']) == 1000
 
 def test_who_leaves_is_not_read_for():
     runner = ToyRunner(vocab_size=260).load(max_context=400)

@@ -28,6 +28,8 @@ class ScoreBody(Body):
     completion_token_ids: list[int] | None = None
     top_logprobs: int | None = None
     enable_thinking: bool | None = None
+    continue_final_message: bool | None = None # as in /v1/chat/completions
+    add_generation_prompt: bool | None = None
     max_seconds: float | None = None
 
 def ids_or_text(value) -> bool:
@@ -40,7 +42,9 @@ def score_ids(body: ScoreBody, engine) -> tuple:
     "(ids of the prompt, ids of the completion), or ApiError / RequestError"
     if (body.messages is None) == (body.prompt is None): raise ApiError(400, "exactly one of 'messages' and 'prompt' is needed", param='messages')
     if (body.completion is None) == (body.completion_token_ids is None): raise ApiError(400, "exactly one of 'completion' and 'completion_token_ids' is needed", param='completion')
-    if body.messages is not None: prompt = chat_prompt(ChatCall(openai.template_messages(body.messages), thinking=body.enable_thinking), engine).ids
+    if body.messages is not None:
+        messages = openai.template_messages(body.messages)
+        prompt = chat_prompt(ChatCall(messages, thinking=body.enable_thinking, **openai.continuing(body, messages)), engine).ids
     else: prompt = body.prompt if ids_or_text(body.prompt) else engine.encode_prompt(body.prompt)
     return prompt, body.completion_token_ids if body.completion is None else plain_ids(body.completion, engine, add_bos=False)
 
@@ -83,14 +87,9 @@ def embedded(inputs: list, context: Context, pooling=None, dimensions=None, trun
     if pooling is not None and pooling not in POOLINGS: raise ApiError(400, f"'pooling' must be one of {', '.join(POOLINGS)}, not {pooling[:40]!r}", param='pooling')
     if truncate: ids = [engine.tokenizer.encode(x[:32 * engine.max_context], special=False)[:engine.max_context] if isinstance(x, str) else x for x in inputs]     # no megabytes are tokenized to be thrown away
     else: ids = [plain_ids(x, engine) if isinstance(x, str) else x for x in inputs]
-    began, limit = time.perf_counter(), engine.limits.max_seconds                             # for all texts together
-    left = lambda: None if limit is None else max(0.0, limit - (time.perf_counter() - began))
-    vectors = []
-    try:
-        for x in ids:
-            if context.gone.is_set(): raise ApiError(499, 'the client has left')              # nobody reads for a reader who has gone
-            vectors.append(engine.embed(x, pooling or card_of(engine).pooling, dimensions, left()))
+    try: vectors = engine.embed_all(ids, pooling or card_of(engine).pooling, dimensions, engine.limits.max_seconds, context.gone.is_set)
     except UnsupportedError as error: raise ApiError(501, str(error), 'not_implemented_error', code='embeddings_unsupported') from None
+    if context.gone.is_set(): raise ApiError(499, 'the client has left')                      # nobody reads for a reader who has gone
     return vectors, sum(map(len, ids))
 
 def prepare_embeddings(body: EmbeddingBody, context: Context) -> dict:
