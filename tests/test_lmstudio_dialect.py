@@ -76,7 +76,7 @@ def test_openais_client_reads_v0(server):
         text = client.completions.create(model='m', prompt='greet', temperature=0, max_tokens=5)
         assert text.choices[0].text == 'Hello' and text.model_info['context_length'] == 4096
         assert [m.id for m in client.models.list()] == ['org/tiny'] and client.models.retrieve('org/tiny').state == 'loaded'
-        with pytest.raises(openai.NotFoundError): client.models.retrieve('other')
+        assert client.models.retrieve('other').id == 'org/tiny'                      # under any name, as /v1/models/NAME
 
 def events(url, **body):
     text = httpx.post(url + '/api/v1/chat', json=dict(body, stream=True), timeout=30).text
@@ -107,6 +107,30 @@ def test_v1_reasoning_is_the_templates(reasoning, kinds):
         answer = httpx.post(state.url + '/api/v1/chat', json=dict(input='a', temperature=0, system_prompt='S', **(dict(reasoning=reasoning) if reasoning else {}))).json()
         assert [o['type'] for o in answer['output']] == kinds and answer['output'][-1]['content'] == 'Yes.'
 
+def test_v1_keeps_conversations():
+    "Over HTTP: turns by response_id, a branch, none if not wanted, the other API's conversations, and the store's bound"
+    heard = []
+    def reply(prompt):
+        if not heard or heard[-1] != prompt: heard.append(prompt)
+        return f'</think>\n\nanswer {prompt.count("<|user|>")}'
+    with serving(engine(reply, opens=True)) as state:
+        post = lambda path='/api/v1/chat', **body: httpx.post(state.url + path, json=dict(dict(temperature=0), **body), timeout=30).json()
+        first = post(input='a', system_prompt='S')
+        streamed = httpx.post(state.url + '/api/v1/chat', json=dict(input='b', previous_response_id=first['response_id'], stream=True, temperature=0)).text
+        second = json.loads(streamed.split('event: chat.end\ndata: ')[1].split('\n')[0])['result']
+        assert second['response_id'].startswith('resp_') and second['output'][-1]['content'] == 'answer 2'
+        assert '<|system|>S<|user|>a<|assistant|>answer 1<|user|>b<|assistant|>' in heard[-1]
+        branch = post(input='c', previous_response_id=first['response_id'])
+        assert heard[-1].startswith('<|system|>S<|user|>a<|assistant|>answer 1<|user|>c') and branch['response_id'] != second['response_id']
+        assert 'response_id' not in post(input='d', previous_response_id=second['response_id'], store=False) and heard[-1].count('<|user|>') == 3
+        other = post('/v1/responses', input='e', previous_response_id=second['response_id'])
+        assert heard[-1].count('<|user|>') == 3 and post(input='f', previous_response_id=other['id'])['output'][-1]['content'] == 'answer 4'
+        assert httpx.get(state.url + f"/v1/responses/{second['response_id']}").json()['output'][-1]['content'][0]['text'] == 'answer 2'
+        unknown = httpx.post(state.url + '/api/v1/chat', json=dict(input='x', previous_response_id='resp_none'))
+        assert unknown.status_code == 404 and unknown.json()['error']['type'] == 'invalid_request'
+    with serving(engine(reply, opens=True), keep_responses_mb=0) as state:
+        assert 'response_id' not in httpx.post(state.url + '/api/v1/chat', json=dict(input='a')).json()
+
 def test_a_fault_in_the_middle():
     with serving(failing(4)) as state:
         found = events(state.url, input='x', temperature=0)
@@ -119,7 +143,7 @@ def test_who_leaves_is_not_written_for():
         for path, body in (('/api/v0/chat/completions', asked('x', stream=True)), ('/api/v1/chat', dict(input='x', stream=True))):
             with httpx.stream('POST', state.url + path, json=body) as r: next(r.iter_lines())
         end = time.perf_counter() + 5
-        while state.engine.health().active and time.perf_counter() < end: time.sleep(0.01)
+        while (state.engine.health().active or state.engine.health().cancelled < 2) and time.perf_counter() < end: time.sleep(0.01)
         assert (state.engine.health().active, state.engine.health().cancelled) == (0, 2)
 
 def test_what_there_is_and_what_is_not(server):
@@ -137,7 +161,7 @@ def test_what_there_is_and_what_is_not(server):
 CHAT = [dict(messages=[]), dict(messages=[None]), dict(messages=['x']), dict(messages=[123]), dict(messages=[{}]), dict(messages=[dict(role=123, content='a')]), dict(messages=[dict(role='user', content=123)]), dict(messages='x'), dict(messages=[dict(role='user', content='x' * 20000)])]
 SHARED = [dict(temperature=3), dict(temperature='0'), dict(max_tokens=0), dict(max_tokens=-2), dict(top_p=2), dict(stop=5), dict(stream='yes'), dict(ttl='x'), dict(draft_model=5), dict(model=5), dict(n=0), dict(seed='x')]
 MISTAKES = {'/api/v0/chat/completions': (asked('greet'), CHAT + SHARED), '/api/v0/completions': (dict(prompt='greet'), SHARED + [dict(prompt=[]), dict(prompt=None), dict(prompt=[1, 'a']), dict(prompt='x' * 20000)]),
-            '/api/v1/chat': (dict(input='greet'), [dict(input=5), dict(input=[]), dict(input=[None]), dict(input=[dict(type='image', data_url='x')]), dict(input=None), dict(reasoning='very'), dict(reasoning=5), dict(store=True), dict(previous_response_id='x'), dict(integrations=['x']), dict(context_length=10**9), dict(max_output_tokens=0),
+            '/api/v1/chat': (dict(input='greet'), [dict(input=5), dict(input=[]), dict(input=[None]), dict(input=[dict(type='image', data_url='x')]), dict(input=None), dict(reasoning='very'), dict(reasoning=5), dict(store='yes'), dict(previous_response_id=5), dict(integrations=['x']), dict(context_length=10**9), dict(max_output_tokens=0),
                                                         dict(temperature=3), dict(system_prompt=5), dict(stream='yes'), dict(model=5), dict(top_k='x'), dict(input='x' * 20000)])}
 
 @pytest.mark.parametrize('path', MISTAKES)

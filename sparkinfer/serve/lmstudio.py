@@ -5,18 +5,19 @@
 # %% auto #0
 __all__ = ['V1', 'DIALECT', 'ROUTES', 'stop_reason', 'rates', 'about', 'LmFields', 'LmChat', 'LmCompletion', 'LmWriter',
            'with_numbers', 'capabilities', 'model_entry', 'list_models', 'one_model', 'LmDialect', 'LmInput',
-           'input_text', 'V1Writer', 'prepare_v1', 'list_v1']
+           'input_text', 'V1Writer', 'kept_answer', 'said_before', 'prepare_v1', 'list_v1']
 
 # %% ../../nbs/serve/06_lmstudio.ipynb #54e9376f
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 import sparkinfer
 from ..engine.model_card import card_of
-from ..engine.request import SamplingParams
+from ..engine.request import SamplingParams, new_id
 from ..errors import RequestError
-from . import openai
+from . import openai, responses
 from .chat import Answer, AnswerUsage, ChatCall, Job, Writer, chat_job
-from .protocol import DONE, OPENAI, ApiError, Body, Context, Dialect, Route, sse
+from .protocol import DONE, OPENAI, ApiError, Body, Context, Dialect, Route, sse, to_json
 from ..text.reasoning_tools import Markup, Piece
 
 # %% ../../nbs/serve/06_lmstudio.ipynb #e1a40ab1
@@ -86,8 +87,8 @@ def list_models(body, context: Context) -> dict:
     return dict(object='list', data=[model_entry(context.engine)])
 
 def one_model(body, context: Context) -> dict:
-    "The model, by its id"
-    if context.path['model'] != context.engine.name: raise ApiError(404, f"the model {context.path['model'][:200]!r} does not exist here; this server has {context.engine.name!r}", param='model', code='model_not_found')
+    "The model, under any name unless the settings say `strict_models`, as `/v1/models/NAME` has it"
+    if context.settings.strict_models and context.path['model'] != context.engine.name: raise ApiError(404, f"the model {context.path['model'][:200]!r} does not exist here; this server has {context.engine.name!r}", param='model', code='model_not_found')
     return model_entry(context.engine)
 
 # %% ../../nbs/serve/06_lmstudio.ipynb #f31a870d
@@ -97,7 +98,8 @@ class LmDialect(Dialect):
     name = 'lmstudio'
     def error(self, error: ApiError) -> dict:
         e = error.error
-        return dict(error=dict(type=_TYPES.get(error.status, 'internal_error'), message=e['message'], code=e['code'], param=e['param']))
+        kind = 'invalid_request' if e['param'] == 'previous_response_id' else _TYPES.get(error.status, 'internal_error')
+        return dict(error=dict(type=kind, message=e['message'], code=e['code'], param=e['param']))
 
 V1 = LmDialect()
 
@@ -139,6 +141,7 @@ _REASONING = {'off': dict(thinking=False), 'on': dict(thinking=True), **{effort:
 class V1Writer(Writer):
     "Named events, each stage with a beginning and an end"
     engine: Any = None
+    keep: Callable | None = None          # is given the finished answer, to go on from
     open: str | None = None               # 'reasoning' or 'message'
 
     def event(self, kind, **fields) -> bytes: return f'event: {kind}\n'.encode() + sse(dict(type=kind, **fields))
@@ -162,15 +165,30 @@ class V1Writer(Writer):
     def response(self, answers, usage):
         a, (rate, first, _) = answers[0], rates(answers[0])
         output = [dict(type=kind, content=text) for kind, text in (('reasoning', a.reasoning), ('message', a.content)) if text]
-        return dict(model_instance_id=self.model, output=output, stats=dict(input_tokens=a.usage.prompt_tokens, total_output_tokens=a.usage.completion_tokens, reasoning_output_tokens=a.usage.reasoning_tokens,
+        if self.keep: self.keep(kept_answer(self, a))
+        return dict(model_instance_id=self.model, output=output, **(dict(response_id=f'resp_{self.id}') if self.keep else {}), stats=dict(input_tokens=a.usage.prompt_tokens, total_output_tokens=a.usage.completion_tokens, reasoning_output_tokens=a.usage.reasoning_tokens,
                                                                           tokens_per_second=rate, time_to_first_token_seconds=first, stop_reason=stop_reason(a, self.engine)))
+
+# %% ../../nbs/serve/06_lmstudio.ipynb #b5f19e30
+def kept_answer(writer: V1Writer, answer: Answer) -> dict:
+    "An answer as `/v1/responses` would have written it"
+    thought = [dict(id=f'rs_{writer.id}', type='reasoning', summary=[], content=[dict(type='reasoning_text', text=answer.reasoning)])] if answer.reasoning else []
+    said = dict(id=f'msg_{writer.id}', type='message', role='assistant', status='incomplete' if answer.reason == 'length' else 'completed',
+                content=[dict(type='output_text', text=answer.content, annotations=[])])
+    return dict(id=f'resp_{writer.id}', object='response', created_at=writer.created, status=said['status'], model=writer.model, output=[*thought, said], usage=responses.usage_dict(answer.usage))
+
+def said_before(body: LmInput, store) -> list:
+    "The conversation with this request's input, as items of `/v1/responses`"
+    before = [] if body.previous_response_id is None else store.get(body.previous_response_id, 'previous_response_id').conversation
+    if body.system_prompt is not None: before = [i for i in before if i.get('role') != 'system']
+    item = lambda role, text: dict(id=f'msg_{new_id()}', type='message', role=role, content=[dict(type='input_text', text=text)])
+    lead = [] if body.system_prompt is None else [item('system', body.system_prompt)]
+    return [*lead, *before, item('user', input_text(body.input))]
 
 # %% ../../nbs/serve/06_lmstudio.ipynb #9b2cb239
 def prepare_v1(body: LmInput, context: Context) -> Job:
     "Raises ApiError or RequestError"
     engine, refuse = context.engine, lambda param, what: ApiError(400, f"'{param}': {what}", param=param, code='unsupported_parameter')
-    if body.previous_response_id is not None: raise refuse('previous_response_id', 'this server keeps no conversations of this API; /v1/responses does')
-    if body.store: raise refuse('store', 'this server keeps no conversations of this API; leave it out or say false')
     if body.integrations: raise refuse('integrations', 'this server calls no tools by itself')
     if body.context_length is not None and not 1 <= body.context_length <= engine.max_context: raise refuse('context_length', f'this model was loaded with a context of {engine.max_context:,}')
     if body.reasoning is not None and body.reasoning not in _REASONING: raise ApiError(400, f"'reasoning' must be one of {', '.join(_REASONING)}, not {body.reasoning[:40]!r}", param='reasoning')
@@ -180,9 +198,11 @@ def prepare_v1(body: LmInput, context: Context) -> Job:
     except RequestError as e:
         name = {'max_tokens': 'max_output_tokens', 'repetition_penalty': 'repeat_penalty'}.get(e.param, e.param)
         raise RequestError(str(e).replace(f"'{e.param}'", f"'{name}'"), name, e.code) from None
-    messages = [dict(role=role, content=text) for role, text in (('system', body.system_prompt), ('user', input_text(body.input))) if text is not None]
-    writer = V1Writer(openai.served_model(body, context), engine.tokenizer, engine=engine)
-    return chat_job(ChatCall(messages, params, stream=bool(body.stream), **_REASONING.get(body.reasoning, {})), engine, writer)
+    store = responses.store_of(context)
+    items, kept = said_before(body, store), body.store is not False and store.limit > 0
+    size = len(to_json(items)) if kept else 0
+    writer = V1Writer(openai.served_model(body, context), engine.tokenizer, engine=engine, keep=(lambda response: store.put(response, items, size)) if kept else None)
+    return chat_job(ChatCall(responses.conversation(items), params, stream=bool(body.stream), **_REASONING.get(body.reasoning, {})), engine, writer)
 
 def list_v1(body, context: Context) -> dict:
     "The one model, in the form of v1"

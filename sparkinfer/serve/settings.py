@@ -30,7 +30,7 @@ class ServeSettings:
     keep_alive_seconds: float = _option(15, 'a quiet stream sends a comment after this time, so that proxies do not close it')
     shutdown_seconds: float = _option(5, 'after Ctrl-C, running answers may go on for this long')
     cors_origins: tuple = _option((), 'web origins whose pages may call this server; none: the own page only')
-    keep_responses_mb: float = _option(64, 'memory for answers of /v1/responses that clients may come back to; 0 keeps none')
+    keep_responses_mb: float = _option(64, 'memory for answers of /v1/responses and /api/v1/chat that clients may come back to; 0 keeps none')
     log_requests: bool = _option(False, 'a line of JSON on stderr for each request: route, status, tokens, seconds; never its text')
     log_prompts: bool = _option(False, 'put the body of each request into its log line')
 
