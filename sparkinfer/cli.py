@@ -526,8 +526,10 @@ def bench(model, contexts, prefill, tokens, rounds, threads, device, runner, kv_
         from sparkinfer.llm import asked_place, choose_place
         if asked_place(runner, device)[0] not in ('auto', 'cuda'): raise click.UsageError('--synthetic measures the runner on the GPU; for another, write a file with `sparkinfer synth` and give its name')
         choose_place(None, 'cuda', device)
+        from sparkinfer.measure.serving import engine_rates
         from sparkinfer.models.cuda_check import bench as bench_shape
-        bench_shape(shape=synthetic, kv=kv_type or 'f16', save=save)
+        from sparkinfer.text.tokenizer import Tokenizer
+        bench_shape(shape=synthetic, kv=kv_type or 'f16', save=save, through=lambda runner, metadata: engine_rates(runner, Tokenizer.from_gguf(metadata)))
         return
     if model == 'formats':
         from sparkinfer.measure.format_speed import bench_formats

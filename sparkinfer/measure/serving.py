@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['CLIENT', 'OWN', 'LLAMA', 'percentiles', 'Load', 'Answer', 'body_pieces', 'events_of', 'read_answer', 'exchange',
-           'http_request', 'client_round', 'completion_body', 'engine_round', 'Child', 'own_stdout', 'answer_lines',
-           'process_figures', 'own_server', 'llama_server', 'Contender', 'summary', 'summary_table', 'prefix_prompts',
-           'prefix_turns', 'prefix_table', 'targets', 'targets_table', 'Bench', 'record_text', 'bench_serving']
+           'http_request', 'client_round', 'completion_body', 'engine_round', 'engine_rates', 'Child', 'own_stdout',
+           'answer_lines', 'process_figures', 'own_server', 'llama_server', 'Contender', 'summary', 'summary_table',
+           'prefix_prompts', 'prefix_turns', 'prefix_table', 'targets', 'targets_table', 'Bench', 'record_text',
+           'bench_serving']
 
 # %% ../../nbs/measure/04_serving.ipynb #a3d7e42d
 import json, os, selectors, signal, socket, sys, threading, time
@@ -172,6 +173,23 @@ def engine_round(engine, prompts, tokens, banned=(), clock=time.perf_counter):
         if isinstance(error, Exception): raise error
     wall = max(sent + answer.arrivals[-1] for (sent, _), answer in zip(readers, answers)) - start
     return dict(wall=wall, cpu=0.0, answers=[asdict(answer) for answer in answers])
+
+# %% ../../nbs/measure/04_serving.ipynb #3a139f6d
+def engine_rates(runner, tokenizer, counts=(1, 4, 16, 32), prompt=128, tokens=96, rounds=3):
+    "[dict(requests, tok_s)]: tokens a second of decoding through an `Engine` around a loaded runner, which is closed"
+    from sparkinfer.engine.engine import Engine
+    from sparkinfer.engine.request import Request, SamplingParams
+    from sparkinfer.memory.model_memory import ModelMemory
+    with Engine(runner, tokenizer, memory=ModelMemory(runner, prefix_cache=False)) as engine:
+        def took(requests, length):
+            prompts, params, began = Load(prompt, length, requests).prompts(engine.vocab_size), SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True), time.perf_counter()
+            for stream in [engine.submit(Request(np.array(ids, np.int32), params)) for ids in prompts]: stream.collect()
+            return time.perf_counter() - began
+        rows = []
+        for requests in counts:
+            took(requests, 8)                                                   # what is made at first use is made
+            rows.append(dict(requests=requests, tok_s=round(float(np.median([requests * tokens / (took(requests, 2 * tokens) - took(requests, tokens)) for _ in range(rounds)])), 1)))
+    return rows
 
 # %% ../../nbs/measure/04_serving.ipynb #00fbd896
 class Child(LlamaPeer):

@@ -334,10 +334,11 @@ def kernel_table(runner, sequences):
         found.append(dict(kernel=kernel.name, launches=len(launches), microseconds=round(seconds / len(launches) * 1e6, 2), milliseconds=round(seconds * 1e3, 4)))
     return sorted(found, key=lambda k: -k['milliseconds'])
 
-def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, ready=lambda: None, ceiling=4.11e12):
-    "Make the model in memory, load it, wait for `ready()`, time it. ceiling: bytes a second that the card reads at best, which is what an H200 was measured at"
+def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, ready=lambda: None, ceiling=4.11e12, through=None):
+    "Make the model in memory, load it, wait for `ready()`, time it. through: function(runner, GGUF metadata) that times it once more, as [dict(requests, tok_s)], and may close it; ceiling: bytes a second that the card reads at best, which is what an H200 was measured at"
     from sparkinfer.cuda.check import gpu_record
     from sparkinfer.cuda.graphs import replay_seconds
+    from sparkinfer.models.synthetic import model_metadata, shape_of
     begin = time.perf_counter()
     weights = noise_weights(shape, layers)
     made, begin = time.perf_counter() - begin, time.perf_counter()
@@ -361,11 +362,13 @@ def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None
         runner.submit(Batch.of(prompt))
         read = time.perf_counter() - begin
         runner.reset(0)
-    size, depth = weights.nbytes, weights.config.num_layers
+    size, depth, engine = weights.nbytes, weights.config.num_layers, {}
+    if through: engine = dict(engine=through(runner, model_metadata(shape_of(shape, layers), shape)))
     runner.close()
     table = text_table(['sequences', 'at position', 'ms on the card', 'ms', 'tok/s', 'one step ahead', 'with temperature, top-k, top-p', 'GB read', 'GB/s', '% of reading', 'kernels'], [list(map(str, r.values())) for r in rows])
     for sequences, found in kernels.items(): table += f'\n\n{sequences} sequences, each kernel alone:\n' + text_table(['kernel', 'a step', 'µs', 'ms together'], [list(map(str, k.values())) for k in found])
-    return report(f'cuda-runner-{shape}', f'{table}\n\nprompt of 1024 tokens: {1024 / read:.0f} tok/s', dict(shape=shape, layers=depth, kv_type=kv, weight_bytes=size, load_seconds=round(loaded, 1), ceiling_gb_s=ceiling / 1e9, prompt_tokens_a_second=round(1024 / read, 1), results=rows, kernels=kernels, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
+    if engine: table += '\n\nthrough the engine:\n' + text_table(['requests', 'tok/s'], [list(map(str, r.values())) for r in engine['engine']])
+    return report(f'cuda-runner-{shape}', f'{table}\n\nprompt of 1024 tokens: {1024 / read:.0f} tok/s', dict(shape=shape, layers=depth, kv_type=kv, weight_bytes=size, load_seconds=round(loaded, 1), ceiling_gb_s=ceiling / 1e9, prompt_tokens_a_second=round(1024 / read, 1), results=rows, kernels=kernels, **engine, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
 
 # %% ../../nbs/models/05_cuda_check.ipynb #566bc9cd
 def bench_masks(shape='qwen3.6-35b-a3b', layers=4, save=True, commit=None):
