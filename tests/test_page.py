@@ -65,6 +65,20 @@ def test_stopping_frees_the_model(tmp_path):
     assert seen['buttonFocus'] == seen['keyFocus'] == 'prompt'
 
 @browser
+def test_a_reload_keeps_the_conversation_and_a_button_forgets_it(tmp_path):
+    with background_server(lambda report: build(gate=slowly(0.01)), ServeSettings(**quick)) as server:
+        seen = drive(server.url, tmp_path, 'reload')
+        assert server.engine.health().active == 0, 'the model goes on with an answer that nobody reads'
+    print('screenshots:', tmp_path)
+    assert seen['open'] == seen['closed'] > 400 and not seen['panel'], 'the settings take the conversation its room'
+    assert seen['before'] == seen['after'] and seen['after']['texts'] == [REPLIES['greet'], 'Hello there!'] and seen['after']['thoughts'] == ['Two words will do.'] and seen['after']['system'] == 'Be brief.'
+    half = seen['half']
+    assert half['texts'][:2] == seen['before']['texts'] and REPLIES['long'].startswith(half['texts'][2]) and 20 < len(half['texts'][2]) < len(REPLIES['long']) and half['notes'][2].endswith('cut off by a reload') and half['busy'] == 0
+    assert seen['asked'] == [dict(role='system', content='Be brief.'), *(dict(role=role, content=text) for question, answer in zip(('greet', 'think', 'long'), half['texts']) for role, text in (('user', question), ('assistant', answer))), dict(role='user', content='greet')]
+    assert seen['unanswered']['prompt'] == 'never' and seen['unanswered']['user'] == ['greet', 'think', 'long', 'greet'] and len(seen['unanswered']['texts']) == 4
+    assert seen['forgotten'] == dict(user=[], texts=[], thoughts=[], notes=[], prompt=seen['forgotten']['prompt'], system='Be brief.', busy=0)
+
+@browser
 def test_a_key_is_asked_for(tmp_path):
     with background_server(build, ServeSettings(**quick, api_key='secret')) as server: seen = drive(server.url, tmp_path, 'key')
     assert 'needs its key' in seen['refused'] and 'HTTP' not in seen['refused'] and 'header' not in seen['refused'] and 'wrong key' in seen['wrong'] and seen['kept'] == 'greet' and seen['texts'] == [REPLIES['greet']] and 'secret' not in seen['url']

@@ -68,6 +68,46 @@ const scenes = {
             seen[way + 'Focus'] = await page.evaluate(() => document.activeElement.id);
         }
     },
+    async reload() {                                   // what a reload keeps, and what the button forgets
+        const page = await open(), asked = [];
+        page.on('request', r => { if (r.method() === 'POST') asked.push(JSON.parse(r.postData()).messages); });
+        const look = async name => { seen[name] = { user: await texts(page, '.turn.user'), texts: await texts(page, '.turn.assistant .text'), thoughts: await texts(page, 'details.thought div'), notes: await texts(page, '.note'), prompt: await page.locator('#prompt').inputValue(), system: await page.locator('#system').inputValue(), busy: await page.locator('.busy').count() }; };
+        await ready(page);
+        await page.locator('#more summary').click();
+        await page.locator('#system').fill('Be brief.');
+        const height = () => page.evaluate(() => document.querySelector('#main').clientHeight);
+        seen.open = await height();
+        await shot(page, 'settings');
+        await page.keyboard.press('Escape');
+        seen.closed = await height();
+        seen.panel = await page.locator('#more').evaluate(d => d.open);
+        await say(page, 'greet');
+        await answered(page, 1);
+        await say(page, 'think');
+        await answered(page, 2);
+        await look('before');
+        await page.reload();
+        await ready(page);
+        await look('after');
+        await shot(page, 'reloaded');
+        await say(page, 'long');                       // reloaded in the middle of an answer
+        await page.waitForFunction(() => (document.querySelector('.busy .text')?.textContent.length ?? 0) > 20, null, { polling: 50 });
+        await page.reload();
+        await ready(page);
+        await look('half');
+        await say(page, 'greet');
+        await answered(page, 4);
+        seen.asked = asked.at(-1);
+        await page.route('**/v1/chat/completions', () => {});                      // no answer ever comes
+        await say(page, 'never');
+        await page.reload();
+        await ready(page);
+        await look('unanswered');
+        await page.locator('#clear').click();
+        await page.reload();
+        await ready(page);
+        await look('forgotten');
+    },
     async key() {                                      // a server that wants a key
         const page = await open();
         await page.locator('#keybox').waitFor();
