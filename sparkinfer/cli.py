@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['SAMPLING', 'device_option', 'runner_option', 'kv_option', 'model_option', 'CHAT_HELP', 'CONFIG_PATH', 'OneLine',
            'explain', 'Command', 'Group', 'cli', 'main', 'sampling_options', 'Device', 'load_options', 'Numbers',
-           'read_prompt', 'peak_memory', 'shown_params', 'stats_text', 'completion_record', 'run', 'show_answer',
-           'chat_command', 'read_line', 'chat', 'say', 'chat_greeting', 'shown_default', 'setting_option',
-           'option_kind', 'ServeCommand', 'hint_of', 'use_config', 'chosen_settings', 'serve', 'inspect',
-           'missing_files', 'inspect_record', 'written_bytes', 'named', 'interruptible', 'quantize', 'synth',
+           'read_prompt', 'peak_memory', 'shown_params', 'bandwidth_at', 'stats_text', 'completion_record', 'run',
+           'show_answer', 'chat_command', 'read_line', 'chat', 'say', 'chat_greeting', 'shown_default',
+           'setting_option', 'option_kind', 'ServeCommand', 'hint_of', 'use_config', 'chosen_settings', 'serve',
+           'inspect', 'missing_files', 'inspect_record', 'written_bytes', 'named', 'interruptible', 'quantize', 'synth',
            'shown_size', 'shown_path', 'pull', 'list_command', 'rm', 'warmup', 'BenchCommand', 'bench',
            'bench_serving_command', 'bench_http_command', 'evaluate', 'eval_runner', 'eval_kl_command',
            'eval_logits_command']
@@ -145,12 +145,18 @@ def shown_params(params):
     return ', '.join(f'{name} {getattr(params, name)}' for name in SAMPLING if getattr(params, name) not in (None, 0) and (name, getattr(params, name)) != ('repetition_penalty', 1))
 
 # %% ../nbs/11_cli.ipynb #13ac157e
+def bandwidth_at(place, threads):
+    "What memory delivers where a model computes"
+    from sparkinfer.measure.speed import memory_bandwidth
+    if place.card is None: return memory_bandwidth(threads)
+    from sparkinfer.cuda.graphs import copy_rate
+    return copy_rate()
+
 def stats_text(llm, completion, load_seconds, params):
     "Several lines for people: rates, bytes and the share of this machine's bandwidth, memory, and what the answer was sampled with"
     from sparkinfer.measure.compare import ModelCost
-    from sparkinfer.measure.speed import memory_bandwidth
     t, usage, peak = completion.timings, completion.usage, peak_memory()
-    cost, limit = ModelCost.of(llm.parts.weights), memory_bandwidth(llm.threads)
+    cost, limit = ModelCost.of(llm.parts.weights), bandwidth_at(llm.place, llm.threads)
     rate = t.decode_per_second * cost.decode(usage.prompt_tokens + usage.completion_tokens / 2)
     lines = [f'prompt   {usage.prompt_tokens} tokens, {t.prompt_per_second:.1f} tok/s',
              f'answer   {usage.completion_tokens} tokens, {t.decode_per_second:.1f} tok/s, {rate / 1e9:.2f} GB/s = {100 * rate / limit.ceiling:.0f} % of the measured {limit.ceiling / 1e9:.1f} GB/s',
@@ -544,14 +550,14 @@ def bench(model, contexts, prefill, tokens, rounds, threads, device, runner, kv_
         place = choose_place(parts.weights, runner, device, max(s.needs for s in settings), MemorySettings(slots=1, kv_type=kv_type), display.note)
         loaded, _, threads = load_runner(parts, max(s.needs for s in settings), threads, place.runner, display, kv_type=kv_type, device=place.device)
     try:
-        own, cost, vocab, limit = c.OwnPeer(loaded), c.ModelCost.of(parts.weights), parts.config.vocab_size, speed.memory_bandwidth(threads)
+        own, cost, vocab, limit = c.OwnPeer(loaded), c.ModelCost.of(parts.weights), parts.config.vocab_size, bandwidth_at(place, threads)
         record = dict(file=parts.path.name, threads=threads, runner=place.runner, device=str(place), **(dict(kv_type=kv_type) if kv_type else {}), bandwidth_gb_s=round(limit.ceiling / 1e9, 2))
         if compare:
             rates, lines, facts = c.compare(own, parts.path, settings, cost, vocab, threads, rounds, say)
             record |= dict(comparison=lines, **facts)
         else: rates, lines = c.bench([own], settings, cost, vocab, rounds, say), None
     finally: loaded.close()
-    table = f'{parts.name}, {plural(threads, "thread")}; memory {limit}\n\n' + c.bench_table(rates, cost, limit) + (f'\n\n{c.comparison_table(lines)}' if lines else '') + '\n'
+    table = f'{parts.name}, {plural(threads, "thread") if place.card is None else place}; memory {limit}\n\n' + c.bench_table(rates, cost, limit) + (f'\n\n{c.comparison_table(lines)}' if lines else '') + '\n'
     speed.report('bench-compare' if compare else 'bench', table, record | dict(rates=[r.record(limit) for r in rates]), save)
 
 # %% ../nbs/11_cli.ipynb #805c463f

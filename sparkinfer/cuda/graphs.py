@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NO_DRIVER', 'C_TYPES', 'CudaError', 'checked', 'Card', 'cards', 'free_bytes', 'taken_card', 'use_card', 'driver',
            'device_capability', 'Buffer', 'code_folder', 'Kernel', 'Rehearsal', 'kernel_worker', 'Workers',
-           'make_kernels', 'Stream', 'Graph', 'replay_seconds']
+           'make_kernels', 'Stream', 'Graph', 'replay_seconds', 'CopyRate', 'copy_rate']
 
 # %% ../../nbs/cuda/07_graphs.ipynb #f9b23597
 import ctypes, hashlib, importlib, os, pickle, subprocess, sys, threading, time
@@ -341,3 +341,24 @@ def replay_seconds(graph, rounds: int = 15, warmup: int = 3) -> list[float]:
         checked(functions.cuEventSynchronize(end), 'waiting for an event')
         seconds.append(checked(functions.cuEventElapsedTime(begin, end), 'reading an event') / 1e3)
     return seconds
+
+# %% ../../nbs/cuda/07_graphs.ipynb #9fabc314
+@dataclass(frozen=True)
+class CopyRate:
+    "Bytes that a card's memory was seen to read and write in a second; like `measure.speed.Bandwidth`"
+    ceiling: float
+    def __repr__(self): return f'{self.ceiling / 1e9:,.0f} GB/s read and written by a copy on the card'
+
+def copy_rate(rounds: int = 9) -> CopyRate:
+    "The best of `rounds` copies of up to 1 GiB"
+    functions, size = driver(), min(1 << 30, int(checked(driver().cuMemGetInfo(), 'asking for the free memory')[0]) // 4)
+    stream, source, target, best = Stream(), Buffer(size, fill=0x5a), Buffer(size), 0.0
+    checked(functions.cuCtxSynchronize(), 'waiting for the device')
+    begin, end = (checked(functions.cuEventCreate(0), 'making an event') for _ in range(2))
+    for _ in range(rounds):
+        checked(functions.cuEventRecord(begin, stream.handle), 'recording an event')
+        checked(functions.cuMemcpyDtoDAsync(target.address, source.address, size, stream.handle), 'copying on the device')
+        checked(functions.cuEventRecord(end, stream.handle), 'recording an event')
+        checked(functions.cuEventSynchronize(end), 'waiting for an event')
+        best = max(best, 2e3 * size / checked(functions.cuEventElapsedTime(begin, end), 'reading an event'))
+    return CopyRate(best)
