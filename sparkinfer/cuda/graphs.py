@@ -262,8 +262,8 @@ def make_kernels(kernels, recipe, capability, report=lambda name, seconds: None,
     report(name, seconds) when it is there, from several threads. SparkinferError when one cannot be made"""
     missing = [name for name, kernel in kernels.items() if read_kernel(kernel.path(capability)) is None]
     if not missing: return 0
-    from sparkinfer.measure.speed import cpu_count
-    workers, count = Workers(missing, recipe, capability, report), min(processes or cpu_count(), 16, len(missing))          # each takes a third of a gigabyte
+    from sparkinfer.measure.speed import cpu_count, memory_available
+    workers, count = Workers(missing, recipe, capability, report), min(processes or cpu_count(), 16, len(missing), max(1, memory_available() // (500 << 20)))        # each takes a third of a gigabyte
     with ThreadPoolExecutor(count) as pool:
         try: list(pool.map(workers.drive, range(count)))
         finally: workers.names.clear()                                               # Ctrl-C: no further one is begun
