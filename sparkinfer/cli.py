@@ -277,6 +277,7 @@ def setting_option(f, help=None):
     more = dict(help=help[0].upper() + help[1:] + '.', show_default=shown_default(f.default) if f.default in (None, False, ()) else True)
     if isinstance(f.default, bool): return click.Option([name], is_flag=True, **more)
     if isinstance(f.default, tuple): return click.Option([name], multiple=True, **more)
+    if 'choices' in f.metadata: more['metavar'] = f"[{'|'.join(f.metadata['choices'])}]"      # checked with the others: a value may come from a file, whose name belongs into the message
     return click.Option([name], type=kinds[0], default=f.default, **more)
 
 def option_kind(option):

@@ -155,14 +155,14 @@ def choose_context(weights, kind, context, available, kv_type=None, slots=1):
     return context
 
 # %% ../nbs/10_llm.ipynb #617f74d5
-def _setting(default, help): return field(default=default, metadata=dict(help=help))
+def _setting(default, help, **more): return field(default=default, metadata=dict(help=help, **more))
 
 @dataclass(frozen=True)
 class MemorySettings:
     "What to keep in memory. Each field's `metadata['help']` is its help text."
     slots: int | None = _setting(None, 'requests computed together; none: up to 8, fewer where the state of a recurrent model is large')
     kv_tokens: int | None = _setting(None, 'tokens whose keys and values are kept, for all requests and the prefix cache together; none: from the free memory')
-    kv_type: str | None = _setting(None, 'how keys and values are kept: f16, bf16, f32 or int8')
+    kv_type: str | None = _setting(None, 'how keys and values are kept', choices=tuple(KV_BYTES))
     no_prefix_cache: bool = _setting(False, 'compute every prompt from its beginning')
     keep_packed: bool = _setting(False, 'on a GPU: keep the weights as it takes them in a file beside the compiled kernels, as large as the model, and start from that next time')
     snapshot_mb: float | None = _setting(None, 'memory for states of recurrent models to go back to; none: a quarter of what is free')

@@ -172,6 +172,10 @@ def test_a_server_from_a_file_the_environment_and_flags(tmp_path):
     assert process.returncode == 0 and (tmp_path/'cache').stat().st_size > 1000, 'SIGTERM ended the process before its cache was written'
     assert [line['status'] for line in logged] == [401, 200, 200] and 'SPARKINFER_PROT is no setting' in noise and 'from-env' not in noise and 'Traceback' not in noise
 
+def test_help_says_what_a_word_may_be():
+    help = subprocess.run([sys.executable, '-m', 'sparkinfer', 'serve', '--help'], capture_output=True, text=True, env=dict(os.environ, COLUMNS='200')).stdout
+    assert re.search(r'--kv-type \[f16\|bf16\|f32\|int8\]', help), help
+
 @pytest.mark.parametrize('text, says', [('prot = 1', "did you mean 'port'?"), ('port = "x"', 'a whole number'), ('slots = 2\nmax_running = 4', 'no more requests run together'), ('kv_tokens = 100\ncontext = 256', 'raise kv_tokens'), ('spill_mb = 5\nno_prefix_cache = true', 'there is none'), ('port =', 'TOML')])
 def test_a_file_that_cannot_be_meant_is_one_line(tmp_path, text, says):
     (tmp_path/'server.toml').write_text(text)
