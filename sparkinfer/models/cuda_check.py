@@ -6,7 +6,7 @@
 __all__ = ['FAMILIES', 'SYNTHETIC', 'in_floats', 'tiny', 'feed', 'worst', 'check_references', 'poisoned', 'check_memory',
            'check_company', 'check_faults', 'check_draws', 'check_hidden', 'check_ahead', 'check_ties', 'synthetic',
            'check_shape_of', 'time_decode', 'noise_weights', 'step_bytes', 'kernel_table', 'bench', 'bench_masks',
-           'bench_first_start', 'checks', 'run_check', 'main', 'small_hybrid', 'simulate']
+           'bench_load', 'bench_first_start', 'checks', 'run_check', 'main', 'small_hybrid', 'simulate']
 
 # %% ../../nbs/models/05_cuda_check.ipynb #18220cfc
 import argparse, json, math, sys, tempfile, time
@@ -384,6 +384,22 @@ def bench_masks(shape='qwen3.6-35b-a3b', layers=4, save=True, commit=None):
     runner.close()
     return report('cuda-masks', text_table(['sequences', 'mask', 'ms a step'], [list(map(str, r.values())) for r in rows]), dict(shape=shape, layers=layers, vocabulary=vocabulary, results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
 
+def bench_load(shape='qwen3.6-35b-a3b', layers=8, save=True, commit=None):
+    "Seconds of a load whose kernels are there and whose file is in memory: the weights packed, packed and written to be kept, and read as they were kept"
+    import os
+    from sparkinfer.cuda.check import gpu_record
+    from sparkinfer.model_store import cache_dir
+    with tempfile.TemporaryDirectory() as folder:
+        weights, rows = synthetic(shape, layers, folder), []
+        for what, keep in (('the first, with its kernels', False), ('packed', False), ('packed and kept', True), ('as it was kept', True)):
+            runner, begin = CudaRunner(), time.perf_counter()
+            runner.keep_packed = keep
+            runner.load(weights, max_context=512)
+            rows.append(dict(what=what, seconds=round(time.perf_counter() - begin, 2)))
+            runner.close()
+        for kept in (cache_dir()/'packed').glob(f'{weights.checkpoint.path.name}-*.planes'): os.unlink(kept)
+    return report('cuda-load', text_table(['weights', 's'], [list(map(str, r.values())) for r in rows]), dict(shape=shape, layers=layers, weight_bytes=weights.nbytes, results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
+
 def bench_first_start(shapes=('qwen3.6-35b-a3b', 'qwen3.8-27b'), save=True, commit=None):
     "Seconds until the kernels of a model are made, and the seconds that its processes worked on them one by one"
     from sparkinfer.cuda.check import gpu_record
@@ -430,6 +446,7 @@ def main(argv=None):
     parser.add_argument('--speed-of', nargs='*', default=['qwen3.6-35b-a3b'], help='shapes that --speed times')
     parser.add_argument('--speed', type=int, help='time a made-up qwen3.6-35b-a3b of so many layers (40 is all of it)')
     parser.add_argument('--masks', action='store_true', help='time steps with masks of allowed tokens')
+    parser.add_argument('--load', action='store_true', help='time loads: packed, and as the packed weights were kept')
     parser.add_argument('--first-start', action='store_true', help='time how long the kernels of two models take to be made; with an empty SPARKINFER_CACHE')
     parser.add_argument('--commit', help='what to write into the record where there is no git')
     args, failed, lines = parser.parse_args(argv), 0, []
@@ -445,6 +462,7 @@ def main(argv=None):
         report('cuda-runner-check', f'{len(lines) - failed} of {len(lines)} hold', dict(failed=failed, checks=[dict(what=w, seconds=s, outcome=o) for w, s, o in lines], **gpu_record(), **(dict(measured_commit=args.commit) if args.commit else {})), save=not failed)
     if args.first_start: bench_first_start(commit=args.commit)
     if args.masks: bench_masks(commit=args.commit)
+    if args.load: bench_load(commit=args.commit)
     for shape in args.speed_of if args.speed else (): bench(args.speed if shape == 'qwen3.6-35b-a3b' else None, shape, commit=args.commit)
     return failed
 
