@@ -59,6 +59,23 @@ def test_leaving_the_loop_stops_the_work():
         time.sleep(.05)
         assert len(llm.engine.runner.steps) == steps < 100
 
+def test_an_answer_that_nobody_holds_is_not_computed():
+    "Dropped before its first piece: a generator that was never begun runs no `finally`"
+    with make(script=babble(260), gate=slowly(.005), max_context=4096) as llm:
+        for drop in (lambda: llm.stream('=', ignore_eos=True, seed=1), lambda: Conversation(llm, ignore_eos=True).say('x'), lambda: iter(llm.stream('=', ignore_eos=True))):
+            answer = drop()
+            events = getattr(answer, 'events', None) or answer.gi_frame.f_locals['self'].events
+            del answer
+            gc.collect()
+            assert events.wait(10) and events.cancelled
+        assert llm.engine.health().cancelled == 3
+
+def test_a_reader_whose_alarm_is_broken_harms_nobody_else(llm):
+    "Its function runs in the engine's thread"
+    stream = llm.engine.submit(llm.request('=', temperature=0))
+    stream.take(lambda: 1 / 0)
+    assert stream.collect()[0].text == 'Hello there.' and str(llm.generate('=', temperature=0)) == 'Hello there.' and llm.engine.health().ok
+
 def test_an_interrupt_inside_the_loop_stops_the_work():
     with make(script=babble(260), gate=slowly(.005), max_context=4096) as llm:
         answer = llm.stream('=', ignore_eos=True, seed=1)
@@ -96,6 +113,11 @@ def test_bad_requests_name_the_parameter(llm):
         assert caught.value.param == param
     with pytest.raises(RequestError, match="did you mean 'temperature'"): llm.generate('=', temprature=1)
     assert str(llm.generate('=', temperature=0)) == 'Hello there.'
+
+def test_what_is_no_prompt_is_refused_in_one_line(llm):
+    "Guards against bytes taken for token ids, and a lone message for a list of texts"
+    for ask, wrong in ((llm.generate, b'hi'), (llm.generate, None), (llm.generate, 7), (llm.chat, None), (llm.chat, dict(role='user', content='x')), (llm.chat, ['a', 'b']), (llm.chat, []), (llm.chat, 5)):
+        with pytest.raises(RequestError, match='a prompt is|a conversation'): ask(wrong)
 
 def test_close_is_final_and_safe():
     llm = make()
@@ -296,5 +318,8 @@ def test_what_is_in_force_is_told():
     llm, _ = load()
     with llm:
         assert llm.engine.place == llm.place == Place('spec') and llm.info['runner'] == 'spec' and llm.info['device'] == 'cpu' and llm.info['capacity']['slots'] == 1
+        from sparkinfer.serve.app import info
+        told = info(None, SimpleNamespace(engine=llm.engine, state=SimpleNamespace(shown=[])))
+        assert (told['runner'], told['device'], told['card']) == ('spec', 'cpu', None)
         assert dict(llm.facts())['device'].startswith('cpu with') and 'spec with' in repr(llm)
     with pytest.raises(SparkinferError, match='device cuda:0 and runner spec contradict'): load(device='cuda:0')
