@@ -362,6 +362,10 @@ class Answer:
                 if event.text: yield event.text
         finally: self.cancel()
 
+    def __del__(self):
+        "Nobody will read it any more, perhaps nobody ever did: it need not be computed"
+        if 'events' in self.__dict__ and not sys.is_finalizing(): self.events.cancel()
+
     def cancel(self):
         "Stop the answer, if it still runs; returns its `Completion`, or None if it failed before a token"
         self.events.cancel()
@@ -523,8 +527,8 @@ from fastcore.basics import patch
 def prompt_ids(self: LLM, prompt, variables=None):
     "Token ids of raw text (str), of ids (list of int, as they are) or of messages (list of dict, through the chat template with `variables`)"
     if isinstance(prompt, str): return self.engine.encode_prompt(prompt)
-    try: prompt = list(prompt)
-    except TypeError: raise RequestError(f'a prompt is a text, token ids or messages, not {prompt!r}', 'prompt') from None
+    if isinstance(prompt, (bytes, bytearray, dict)) or not hasattr(prompt, '__iter__'): raise RequestError(f'a prompt is a text, token ids or messages, not {repr(prompt)[:40]}', 'prompt')
+    prompt = list(prompt)
     if prompt and isinstance(prompt[0], dict): return self.engine.encode_chat(prompt, **(variables or {}))
     return prompt
 
@@ -584,7 +588,8 @@ def _start_patiently(self: LLM, prompt, sampling, variables, before):
 @patch
 def chat(self: LLM, messages, *, system=None, variables=None, **sampling):
     "Answer a conversation: a text, or messages such as `[{'role': 'user', 'content': 'Hi'}]`. `system` is put first."
-    messages = [dict(role='user', content=messages)] if isinstance(messages, str) else list(messages)
+    messages = [dict(role='user', content=messages)] if isinstance(messages, str) else messages
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(m, dict) for m in messages): raise RequestError("a conversation is a text, or a list of messages such as {'role': 'user', 'content': 'Hi'}", 'messages')
     if not messages: raise RequestError('a conversation needs at least one message', 'messages')
     if system is not None: messages = [dict(role='system', content=system), *messages]
     return self.generate(messages, variables=variables, **sampling)

@@ -112,6 +112,14 @@ def test_prompt_from_a_pipe():
     texts = {json.loads(done.stdout)['text'] for done in answers}
     assert len(texts) == 1 and len(answers[0].stdout.splitlines()) == 1
 
+@pytest.mark.parametrize('locale', [{}, dict(PYTHONIOENCODING='utf-8:strict')], ids=['any bytes', 'strict'])
+def test_what_is_no_text_on_stdin(locale):
+    for command in (['run', '-q', '-'], ['chat', '-q']):
+        done = subprocess.run([*COMMAND, *command, *SMALL], input=b'\xff\xfehello\n', capture_output=True, timeout=300, env=os.environ | locale)
+        assert done.returncode == 1 and done.stderr.decode().endswith('error: what came in on stdin is not UTF-8 text\n'), done.stderr
+    done = sparkinfer('run', '-q', '-', input='\n')
+    assert done.returncode == 2 and 'the prompt on stdin is empty' in done.stderr
+
 def test_a_reader_that_goes_away():
     "`sparkinfer run … | head -c 3` ends soon and without noise"
     began = time.monotonic()

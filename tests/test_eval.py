@@ -47,6 +47,25 @@ def test_a_bar_that_is_missed_is_an_exit_code(models):
     told = figures(output)
     assert code == 0 and told['p99_kl'] < 1e-6 and abs(told['perplexity'] / told['reference_perplexity'] - 1) < 1e-4 and 'worst positions' in output
 
+def test_logits_are_written_whole_or_not_at_all(models, tmp_path, monkeypatch):
+    "Guards against a model that is overwritten by its own logits, half a file after a full disk, and ids that only look like numbers"
+    ids, out, before = tmp_path/'ids.json', tmp_path/'x.npy', (models/'mix.gguf').read_bytes()
+    ids.write_text('[1, 2, 3]')
+    code, output = run('logits', models/'mix.gguf', '--ids', ids, '--out', models/'mix.gguf', '--runner', 'spec')
+    assert code == 1 and 'is there already' in output and (models/'mix.gguf').read_bytes() == before
+    if Path('/dev/full').exists():
+        (tmp_path/'x.npy.part').symlink_to('/dev/full')
+        code, output = run('logits', models/'mix.gguf', '--ids', ids, '--out', out, '--runner', 'spec')
+        assert code == 1 and 'cannot be written' in output and not out.exists() and not (tmp_path/'x.npy.part').is_symlink(), output
+    assert run('logits', models/'mix.gguf', '--ids', ids, '--out', out, '--runner', 'spec')[0] == 0 and np.load(out).shape == (3, 1024)
+    assert run('logits', models/'mix.gguf', '--ids', ids, '--out', out, '--runner', 'spec')[0] == 0                # logits may replace logits
+    for wrong, says in ((b'[true]', 'list of token ids'), (b'[\xff]', 'list of token ids'), (b'{}', 'list of token ids')):
+        ids.write_bytes(wrong)
+        code, output = run('logits', models/'mix.gguf', '--ids', ids, '--out', out)
+        assert code == 1 and says in output, output
+    code, output = run('kl', models/'mix.gguf', '--max-kl', 'nan')
+    assert code == 2 and 'a number is needed' in output
+
 def test_what_cannot_be_compared_is_said(models, tmp_path):
     for name in ('config.json', 'model.safetensors'): (tmp_path/name).write_bytes((TINY/'qwen3'/name).read_bytes())
     for arguments, words in [((models/'mix.gguf', '--against', 'smollm2'), 'different tokenizers'), ((tmp_path,), 'tokenizer.json'), ((models/'mix.gguf', '--runner', 'abacus'), 'abacus'), ((models/'mix.gguf', '--against', models/'none.npy'), 'none.npy')]:

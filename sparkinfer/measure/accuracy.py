@@ -11,7 +11,7 @@ __all__ = ['HF_NAMES', 'PLAIN', 'SKETCH_SIZE', 'TOP', 'compare_rows', 'EvalResul
            'compare_record', 'greedy', 'make_record', 'main']
 
 # %% ../../nbs/measure/01_accuracy.ipynb #7f77e5e5
-import importlib.util, json, os, subprocess, sys, tempfile
+import importlib.util, json, math, os, subprocess, sys, tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -353,18 +353,22 @@ def failures(result, max_kl=None, min_top1=None):
 # %% ../../nbs/measure/01_accuracy.ipynb #e552a192
 def eval_logits(model, ids, out, runner='cpu', chunk=128):
     """Write the float32 logits of every position of `ids`, read `chunk` at a time, to the `.npy` file `out`, so that anyone can hold them against any oracle.
-    Returns its shape."""
+    Returns its shape. The file appears when it is whole; one that is there is replaced only if it is an array too."""
     path, weights, metadata = open_model(model)
-    if isinstance(ids, (str, Path)): ids = json.loads(Path(ids).read_text())
-    if not (isinstance(ids, list) or isinstance(ids, np.ndarray)) or len(ids) == 0 or not all(isinstance(i, (int, np.integer)) and 0 <= i < weights.config.vocab_size for i in ids):
+    if isinstance(ids, (str, Path)): ids = json.loads(Path(ids).read_text(encoding='utf-8'))
+    if not isinstance(ids, (list, np.ndarray)) or len(ids) == 0 or not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) and 0 <= i < weights.config.vocab_size for i in ids):
         raise SparkinferError(f'ids must be a list of token ids in [0, {weights.config.vocab_size})')
-    rows = np.lib.format.open_memmap(out, 'w+', np.float32, (len(ids), weights.config.vocab_size))
-    start = 0
-    for block in logits_of(make_runner(runner, weights, len(ids)), np.asarray(ids, np.int32), chunk):
-        rows[start:start + len(block)] = block
-        start += len(block)
-    rows.flush()
-    return rows.shape
+    out, shape = Path(out), (len(ids), weights.config.vocab_size)
+    if out.exists() and out.read_bytes()[:6] != b'\x93NUMPY': raise SparkinferError(f'{out} is there already and is not an array of logits: give another --out')
+    part = out.with_name(out.name + '.part')
+    try:
+        with open(part, 'wb') as file:
+            np.lib.format.write_array_header_1_0(file, dict(descr='<f4', fortran_order=False, shape=shape))
+            for block in logits_of(make_runner(runner, weights, len(ids)), np.asarray(ids, np.int32), chunk): file.write(np.ascontiguousarray(block, '<f4'))
+        os.replace(part, out)
+    except OSError as error: raise SparkinferError(f'{out} cannot be written ({4 * math.prod(shape) / 1e6:,.0f} MB are needed): {error.strerror or error}') from error
+    finally: part.unlink(missing_ok=True)
+    return shape
 
 # %% ../../nbs/measure/01_accuracy.ipynb #9f9048e8
 SKETCH_SIZE, TOP = 16, 64
