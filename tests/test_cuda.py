@@ -33,7 +33,7 @@ def test_nothing_else_imports_the_wing():
 def test_the_test_above_can_fail():
     with pytest.raises(AssertionError, match='no numba_cuda here'): python(WITHOUT.replace('print(len', 'import sparkinfer.cuda.graphs\nprint(len'))
 
-QUICK = ['check_instructions', 'check_warp', 'check_matrix_products', 'check_quantize', 'check_linear', 'check_stages', 'check_delta', 'check_ends']
+QUICK = ['check_instructions', 'check_warp', 'check_matrix_products', 'check_quantize', 'check_linear', 'check_stages', 'check_beside', 'check_swiglu', 'check_delta', 'check_ends']
 
 def simulate(*options):
     out = subprocess.run([sys.executable, '-m', 'sparkinfer.cuda.check', '--seed', '7', *options], env=dict(os.environ, NUMBA_ENABLE_CUDASIM='1'), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200)
@@ -70,7 +70,7 @@ def test_weights_are_requested_before_the_wait():
     before, after = code.split('griddepcontrol.wait')
     assert before.count('ld.global.L1::no_allocate.v4') == 2 and 'no_allocate' not in after and 'ld.global.nc' not in code
 
-HOT = '[fat_kernel("Q8_0", 2048, 1, 2, 2, buffers=2), fat_kernel("Q8_0", 4096, 1, 1, 4, "heads", True), fat_kernel("Q4_K", 5120, 1, 1, 3, block=1024), fat_kernel("Q6_K", 17408, 1, 1, 6, "copy", True, block=768), attend_kernel(16, 2, 256, 64, 64), attend_kernel(24, 4, 256, 64, 32, kv="int8"), combine_kernel(16, 2, 256, 64), delta_step_kernel(16, 32, 128, 128, 4, True, noted=True), delta_rows_kernel(16, 48, 128, 128, True), router_kernel("Q8_0", 2048, 512, 256, 8, 512), experts_up_kernel("Q4_K", 2048, 512, 256, 8, down="Q5_K"), experts_down_kernel("Q5_K", "Q8_0", 2048, 512, 256, 8, 512), jobs_kernel(256, 8, 32), jobs_down_kernel("Q5_K", 2048, 512), rows_kernel("Q8_0", 2048, 4, 2, resident=2), pairs_up_kernel("Q4_K", 2048, 512, 8)[0], pairs_down_kernel("Q5_K", 2048, 512, 2)[0], weigh_kernel, gather_kernel, decide_kernel]'
+HOT = '[fat_kernel("Q8_0", 2048, 1, 2, 2, buffers=2), fat_kernel("Q8_0", 4096, 1, 1, 4, "heads", True), fat_kernel("Q4_K", 5120, 1, 1, 3, block=1024), fat_kernel("Q6_K", 17408, 1, 1, 6, "rest512", True, block=640), fat_kernel("Q4_K", 5120, 1, 1, 3, block=1024, beside="Q8_0"), fat_kernel("Q4_K", 5120, 1, 1, 3, block=1024, beside="Q6_K"), fat_swiglu_kernel("Q4_K", 5120, 17408), attend_kernel(16, 2, 256, 64, 64), attend_kernel(24, 4, 256, 64, 32, kv="int8"), combine_kernel(16, 2, 256, 64), delta_step_kernel(16, 32, 128, 128, 4, True, noted=True), delta_rows_kernel(16, 48, 128, 128, True), router_kernel("Q8_0", 2048, 512, 256, 8, 512), experts_up_kernel("Q4_K", 2048, 512, 256, 8), experts_down_kernel("Q5_K", "Q8_0", 2048, 512, 256, 8, 512), jobs_kernel(256, 8, 32), jobs_down_kernel("Q5_K", 2048, 512), rows_kernel("Q8_0", 2048, 4, 2, resident=2), pairs_up_kernel("Q4_K", 2048, 512, 8)[0], pairs_down_kernel("Q5_K", 2048, 512, 2)[0], weigh_kernel, gather_kernel, decide_kernel]'
 
 @needs_numba_cuda
 @pytest.mark.parametrize('capability', [(9, 0), (12, 0)], ids=lambda c: f'sm_{c[0]}{c[1]}')

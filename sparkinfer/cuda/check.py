@@ -6,11 +6,11 @@
 __all__ = ['SCALARS', 'scalars', 'warp', 'matrix_products', 'TINY_SHAPES', 'FULL_SHAPES', 'SHAPES', 'read_all', 'MODELS',
            'VOCABULARY', 'KEY_HEADS', 'DELTA_DIM', 'HEAD_DIM', 'ROPE_DIM', 'TAPS', 'INTERVAL', 'SPREADS', 'TUNE',
            'PARTS', 'LAUNCHES', 'CHECKS', 'check_instructions', 'check_warp', 'check_matrix_products', 'linear_spec',
-           'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_fused', 'check_rows',
-           'check_experts', 'check_jobs', 'check_pairs', 'check_delta', 'check_attention', 'check_runs', 'random_mask',
-           'random_specs', 'check_sampling', 'check_ends', 'noise', 'time_gemv', 'read_rate', 'gpu_record',
-           'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table', 'bench_step',
-           'compile_all', 'run_check', 'side_by_side', 'main']
+           'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_fused',
+           'check_beside', 'check_swiglu', 'check_rows', 'check_experts', 'check_jobs', 'check_pairs', 'check_delta',
+           'check_attention', 'check_runs', 'random_mask', 'random_specs', 'check_sampling', 'check_ends', 'noise',
+           'time_gemv', 'read_rate', 'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds',
+           'part_table', 'bench_step', 'time_line', 'compile_all', 'run_check', 'side_by_side', 'main']
 
 # %% ../../nbs/cuda/90_check.ipynb #b6083cd9
 import argparse, json, sys, time
@@ -27,10 +27,10 @@ from ..ops.moe_routing import route_spec
 from ..ops.norm_rope import rms_norm_spec
 from ..ops.sampling import SampleSpec, adjust_logits_spec, pack_mask, sample_spec
 from .attention import PAGE, attend_kernel, combine_kernel, rope_table, store_keys_kernel
-from .fused import fat_gemv, fat_kernel, fat_rule
+from .fused import SWIGLU_BLOCKS, fat_gemv, fat_kernel, fat_rule, fat_swiglu, fits_beside, swiglu_rest
 from .gated_deltanet import delta_step_kernel
 from .moe_routing import experts_down_kernel, experts_up_kernel, router_blocks, router_kernel
-from .graphs import Buffer, CudaError, Graph, Kernel, checked, driver, replay_seconds
+from .graphs import Buffer, CudaError, Graph, Kernel, Stream, checked, driver, replay_seconds
 from .linear import KINDS, PACKERS, Matrix, embed, gemv, gemv_arguments, gemv_kernel, kind_of, pack, plane_bytes, prepare, quantize_rows, quantize_spec, record_bytes, records_spec
 from .rows import JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel, pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product, tiled_records_spec
 from .sampling import BLOCKS, adjust, best_of_all, best_of_parts, draw, draw_records, feed_kernel, greedy, mask_rows, needs, sampling_bytes
@@ -250,6 +250,60 @@ def check_fused(rng):
         assert error < 1e-3, f'{type_name} {rows} × {columns}, {tokens} tokens, {stage} {options}: relative error {error:.1e}'       # a value next to the middle of two integers may go to either
     return f'{len(cases)} cases: largest relative error {worst:.1e}'
 
+# %% ../../nbs/cuda/90_check.ipynb #dense002
+def check_beside(rng):
+    "Rows of a second matrix in the same launch, fewer and more than there are warps left over"
+    worst = 0.
+    for name, rows, other, rows_b, columns, options in [('Q8_0', 9, 'Q4_K', 2, 1024, dict(blocks=1, block=32))] if SIMULATED else \
+            [('Q4_K', 16384, 'Q8_0', 96, 5120, {}), ('Q4_K', 13312, 'Q6_K', 1024, 5120, {}), ('Q5_K', 523, 'NVFP4', 61, 5120, {}), ('Q8_0', 9217, 'Q4_K', 1000, 2048, {}), ('Q6_K', 4097, 'Q5_K', 512, 6144, {})]:
+        (blocks, factor), (blocks_b, factor_b) = (random_matrix(n, r, columns, rng) for n, r in ((name, rows), (other, rows_b)))
+        x, weight = rng.normal(0, 2, (1, columns)).astype(np.float32), rng.normal(1, .2, columns).astype(np.float32)
+        first, second = Matrix.from_file(name, blocks, rows, columns, factor), Matrix.from_file(other, blocks_b, rows_b, columns, factor_b)
+        assert fits_beside(first, second) or SIMULATED
+        given, y = [Buffer.of(a) for a in (x, weight)], Buffer(4 * (rows + rows_b + 64), fill=0xff)
+        fat_gemv(first, given[0].address, y.address, weight=given[1].address, beside=(second, y.address + 4 * rows), dependent=False, **options)
+        got, scale = y.read(np.float32, rows + rows_b + 64), 1 / np.sqrt((x.astype(np.float64) ** 2).mean() + 1e-6)
+        want = np.concatenate([linear_spec(n, b, r, columns, x * weight, f)[0] * scale for n, b, r, f in ((name, blocks, rows, factor), (other, blocks_b, rows_b, factor_b))])
+        assert np.isnan(got[rows + rows_b:]).all(), 'wrote past the end'
+        for part in (slice(0, rows), slice(rows, rows + rows_b)): worst = max(worst, np.linalg.norm(got[:len(want)][part] - want[part]) / np.linalg.norm(want[part]))
+        assert worst < 1e-3, f'{name} and {other}: relative error {worst:.1e}'
+    return f'relative error {worst:.1e}'
+
+def check_swiglu(rng):
+    "The record of silu(gate · x) · (up · x): each run's scale, each byte within one of the nearest, nothing behind; what is left over; and the matrix that reads both"
+    worst = 0.
+    for name, width, columns, options in [('Q8_0', 32, 1024, dict(blocks=1)), ('Q4_K', 32, 1024, dict(blocks=2))] if SIMULATED else \
+            [('Q4_K', 17408, 5120, {}), ('Q8_0', 4256, 2048, {}), ('Q6_K', 4224, 1024, {}), ('Q5_K', 9728, 4096, dict(blocks=37)), ('Q4_0', 25600, 5120, {}), ('Q4_K', 8416, 2048, {})]:
+        blocks, _ = random_matrix(name, 2 * width, columns, rng)
+        matrix, weight = Matrix.from_file(name, blocks, 2 * width, columns), rng.normal(1, .2, columns).astype(np.float32)
+        norm, left, rest = Buffer.of(weight), Buffer(8 * width, fill=0xff), swiglu_rest(width, options.get('blocks', SWIGLU_BLOCKS))
+        h, record, runs = rng.normal(0, 2, (1, columns)).astype(np.float32), Buffer(record_bytes(width) + 256, fill=0xff), (width - rest) // 32
+        given = Buffer.of(h)
+        stage = fat_swiglu(matrix, given.address, norm.address, record.address, left.address, dependent=False, **options)
+        both = (linear_spec(name, blocks, 2 * width, columns, h * weight)[0] / np.sqrt((h.astype(np.float64) ** 2).mean() + 1e-6)).reshape(2, width)
+        values = (both[0] / (1 + np.exp(-np.clip(both[0], -80, 80))) * both[1]).astype(np.float32)
+        floats, wanted = left.read(np.float32, 2 * width), both[:, width - rest:].reshape(-1)
+        error = np.linalg.norm(floats[:2 * rest] - wanted) / max(np.linalg.norm(wanted), 1e-9) if rest else 0
+        assert error < 1e-3 and np.isnan(floats[2 * rest:]).all(), f'{name} {width}: what is left over, relative error {error:.1e}'
+        got, want = record.read(np.uint8, record_bytes(width) + 256), records_spec(values[None])[0]
+        assert (got[width * 5 // 4:] == 0xff).all() and (got[:width].reshape(2, -1, 16)[:, runs:] == 0xff).all(), 'wrote past the end'
+        codes, nearest = (r[:width].view(np.int8).reshape(2, -1, 16)[:, :runs].astype(int) for r in (got, want))
+        scales, expected = (r[width:width * 5 // 4].copy().view(np.float32).reshape(-1, 2)[:runs] for r in (got, want))
+        assert not runs or np.abs(codes - nearest).max() <= 1, f'{name} {width}: a byte is off by more than one'
+        np.testing.assert_allclose(scales[:, 0], expected[:, 0], rtol=2e-3)
+        np.testing.assert_allclose(scales[:, 1], scales[:, 0] * codes.sum(axis=(0, 2)), rtol=1e-5, atol=1e-12)
+        rows, y = 3 if SIMULATED else 67, Buffer(4 * 128, fill=0)
+        if width % 256 == 0: below, (down, _) = 'Q6_K', random_matrix('Q6_K', rows, width, rng)
+        else: below, (down, _) = 'Q8_0', random_matrix('Q8_0', rows, width, rng)
+        reader = Matrix.from_file(below, down, rows, width)
+        if record_bytes(width) <= 46080: fat_gemv(reader, record.address, y.address, stage=stage, gate=left.address, add=True, dependent=False, **(dict(block=64, blocks=1) if SIMULATED else {}))
+        else: continue
+        answer = linear_spec(below, down, rows, width, values[None])[0]
+        error = np.linalg.norm(y.read(np.float32, rows) - answer) / np.linalg.norm(answer)
+        worst = max(worst, error)
+        assert error < 5e-3, f'{name} {width}: relative error {error:.1e}'
+    return f'relative error {worst:.1e} of what reads it'
+
 # %% ../../nbs/cuda/90_check.ipynb #e7f328b5
 def check_rows(rng):
     "`round_rows` byte for byte, `rows_product` against the spec, poisoned answers, memory behind them untouched"
@@ -296,9 +350,9 @@ def check_experts(rng):
     stream, norm = Buffer.of(h), Buffer.of(weight)
     scores, chosen_ids, shares = (Buffer(4 * tokens * n, fill=0xff) for n in (experts + 1, chosen, chosen))
     middle, group = Buffer(tokens * (chosen + 1) * record_bytes(width), fill=0xff), 1 if SIMULATED else 3
-    router_kernel('Q8_0', hidden, width, experts, chosen, width, group).launch(router_blocks(width, experts, width, tokens, group), 512, matrices[4].addresses[0], norm.address, *matrices[1].addresses, stream.address, scores.address, middle.address, matrices[2].buffer.address, 4096)
-    experts_up_kernel(up_type, hidden, width, experts, chosen, down=None if SIMULATED else down_type).launch(tokens * chosen * width // 32, 512, *matrices[0].addresses, norm.address, stream.address, scores.address, chosen_ids.address, shares.address, middle.address, *matrices[2].addresses[:3], dependent=True)
-    experts_down_kernel(down_type, 'Q8_0', hidden, width, experts, chosen, width).launch(rows // 8 * tokens, 256, *matrices[2].addresses, *matrices[3].addresses, middle.address, chosen_ids.address, shares.address, scores.address, stream.address, matrices[0].buffer.address, 4096, dependent=True)
+    router_kernel('Q8_0', hidden, width, experts, chosen, width, group).launch(router_blocks(width, experts, width, tokens, group), 512, matrices[4].addresses[0], norm.address, *matrices[1].addresses, stream.address, scores.address, middle.address)
+    experts_up_kernel(up_type, hidden, width, experts, chosen).launch(tokens * chosen * width // 32, 512, *matrices[0].addresses, norm.address, stream.address, scores.address, middle.address, dependent=True)
+    experts_down_kernel(down_type, 'Q8_0', hidden, width, experts, chosen, width).launch(rows // 8 * tokens, 256, *matrices[2].addresses, *matrices[3].addresses, middle.address, scores.address, stream.address, chosen_ids.address, shares.address, dependent=True)
     np.testing.assert_allclose(scores.read(np.float32, (tokens, experts + 1)), x @ router.T, atol=2e-5)
     np.testing.assert_array_equal(chosen_ids.read(np.int32, (tokens, chosen)), ids)
     np.testing.assert_allclose(shares.read(np.float32, (tokens, chosen)), weights, rtol=1e-5)
@@ -308,7 +362,7 @@ def check_experts(rng):
     runs = raw[..., width:width + width // 4].copy().view(np.float32).reshape(tokens, chosen + 1, -1, 2)
     np.testing.assert_allclose(runs[..., 1], runs[..., 0] * codes.reshape(*runs.shape[:3], 32).sum(-1, dtype=np.int32), rtol=1e-5, atol=1e-12)
     seen = codes * np.repeat(runs[..., 0].astype(np.float64), 32, axis=-1)
-    np.testing.assert_array_less(np.abs(seen - middles), .501 * np.repeat(runs[..., 0].astype(np.float64), 32, axis=-1) + 1e-5 * np.abs(middles).max())   # half a step of its run: the nearest code
+    np.testing.assert_array_less(np.abs(seen - middles), .75 * np.repeat(runs[..., 0].astype(np.float64), 32, axis=-1) + 1e-5 * np.abs(middles).max())    # half a step of its run, the nearest code; some more, since a value of x next to the middle of two integers may go to either
     error_up = np.linalg.norm(seen - middles) / np.linalg.norm(middles)
     for t in range(tokens):                                                          # from the middles that the kernel made, so that a value rounded to the other side does not count twice
         y = seen[t]
@@ -396,7 +450,7 @@ def check_delta(rng):
             want.append(gated_delta_spec(l2_norm_spec(q) * np.float32(dk ** -.5), l2_norm_spec(k), v, g, beta, np.zeros((Hv, dk, dv), np.float32), key_head_table(Hk, Hv, tiled)))
         for t in range(steps):
             given, positions = Buffer.of(x[:, t]), Buffer.of(np.full(sequences, t, np.int32))
-            kernel.launch(sequences * Hv * dv // 32, 2 * dk, given.address, *(b.address for b in buffers), positions.address, out.address, norm.address, squares.address, 0, 0, x.shape[2], channels, channels + Hv, channels + 2 * Hv)
+            kernel.launch(sequences * Hv * dv // 32, 2 * dk, given.address, *(b.address for b in buffers), positions.address, out.address, norm.address, squares.address, x.shape[2], channels, channels + Hv, channels + 2 * Hv)
             for s in range(sequences):
                 answer = want[s][0][t]
                 if not noted: error = np.linalg.norm(out.read(np.float32, (sequences, Hv, dv))[s] - answer) / np.linalg.norm(answer)
@@ -726,7 +780,7 @@ def noise_matrix(type_name, rows, columns, rng):
     return matrix
 
 # %% ../../nbs/cuda/90_check.ipynb #cadc7a09
-TUNE = dict(many=5, splits=0, ahead_delta=0, ahead_attend=0, ahead_router=0, ahead_up=True, ahead_down=.1, beside=True)      # how a step is launched; `ahead_…`: the share of a later matrix that a kernel asks into the second cache; many: from so many rows on, the tensor cores; beside: the shared expert of many rows on a stream of its own
+TUNE = dict(many=5, splits=0, ahead_attend=0, ahead_out=5, ahead_gate=5, ahead_dense=5, swiglu={}, beside=True)      # how a step is launched; `ahead_…`: MB of the next matrix that a kernel asks into the second cache when it has asked for the last of its own; swiglu: options of `fat_swiglu`, None: a kernel of its own; many: from so many rows on, the tensor cores; beside: the shared expert of many rows on a stream of its own
 
 class Walk:
     "All memory of one step of `rows` sequences of a model of noise (prompt: of so many tokens of one sequence), and `launch(stream)`, which launches it. `tokens` and `positions` are device memory"
@@ -756,6 +810,8 @@ class Walk:
             else: layer |= dict(up=noise_matrix(P, 2 * m['width'], H, rng), down=noise_matrix(m['down'] if i % 2 == 0 else 'Q6_K', H, m['width'], rng))
             self.layers.append(layer)
         for layer, following in zip(self.layers, self.layers[1:] + [None]): layer['next'] = following['into'] if following else None
+        rest = swiglu_rest(m['width'])
+        self.left, self.dense_stage = Buffer(8 * rest), f'rest{rest}' if rest else 'copy'
         self.embedding, self.head, self.norm = noise_matrix('Q4_K', VOCABULARY, H, rng), noise_matrix('Q6_K', VOCABULARY, H, rng), ones(H)
         widest = max(self.delta_rows, self.attention_rows, 2 * m['width'])
         self.h, self.x, self.mixed, self.record, self.logits = Buffer(4 * H * rows), Buffer(4 * widest * rows), Buffer(4 * max(self.values, heads * HEAD_DIM) * rows), Buffer(2 * widest * rows), Buffer(4 * VOCABULARY * rows)
@@ -804,18 +860,19 @@ class Walk:
 
     def ahead(self, name, matrix):
         "The range of `matrix` that a kernel asks into the second cache"
-        share = self.tune['ahead_' + name]
-        return (matrix.addresses[0], int(matrix.nbytes * share) // 256 * 256) if matrix and share else (0, 0)
+        size = self.tune['ahead_' + name]
+        return (matrix.addresses[0], min(int(1e6 * size), matrix.nbytes) // 256 * 256) if matrix and size else (0, 0)
 
     def project(self, kind, matrix, norm):
         "x = matrix · RMSNorm(h)"
         if self.many and self.wanted(kind): self.many_rows('norm', matrix, self.h.address, self.x.address, weight=norm.address)
         elif self.wanted(kind): fat_gemv(matrix, self.h.address, self.x.address, tokens=self.rows, weight=norm.address, stream=self.stream, **self.tune.get(kind, {}))
 
-    def back(self, matrix, stage, **given):
+    def back(self, layer, stage, **given):
         "h += matrix · stage(…)"
+        matrix = layer['out']
         if self.many and self.wanted('out'): self.many_rows(stage, matrix, self.mixed.address, self.h.address, add=True, **given)
-        elif self.wanted('out'): fat_gemv(matrix, self.mixed.address, self.h.address, tokens=self.rows, stage=stage, add=True, stream=self.stream, **given, **self.tune.get('out', {}))
+        elif self.wanted('out'): fat_gemv(matrix, self.mixed.address, self.h.address, tokens=self.rows, stage=stage, add=True, ahead=self.ahead('out', layer.get('up') if not self.m['experts'] else None), stream=self.stream, **given, **self.tune.get('out', {}))
 
     def many_rows(self, stage, matrix, x, y, add=False, x_stride=None, **given):
         round_rows(stage, matrix.columns, x, self.record.address, self.rows, x_stride, stream=self.stream, **given)
@@ -829,9 +886,9 @@ class Walk:
             delta_rows_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, True).launch(Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.mixed_in.address, self.x.address, *(layer[n].address for n in ('decay', 'dt', 'state')), *where, self.mixed.address, self.delta_rows, self.channels + self.values, self.channels + self.values + Hv, stream=self.stream, dependent=True)
         elif self.wanted('delta'):
             delta_step_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, TAPS, True, noted=not self.many).launch(self.rows * Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.x.address, *(layer[n].address for n in ('conv', 'decay', 'dt', 'ring', 'state')), self.slots.address, self.positions.address,
-                self.mixed.address, layer['norm_out'].address, self.squares.address, *self.ahead('delta', layer['out']), self.delta_rows, self.channels + self.values, self.channels + self.values + Hv, self.channels, stream=self.stream, dependent=True)
-        if not self.many: self.back(layer['out'], 'heads', gate=self.squares.address)
-        else: self.back(layer['out'], 'gated', weight=layer['norm_out'].address, gate=self.x.address + 4 * self.channels, gate_stride=self.delta_rows)
+                self.mixed.address, layer['norm_out'].address, self.squares.address, self.delta_rows, self.channels + self.values, self.channels + self.values + Hv, self.channels, stream=self.stream, dependent=True)
+        if not self.many: self.back(layer, 'heads', gate=self.squares.address)
+        else: self.back(layer, 'gated', weight=layer['norm_out'].address, gate=self.x.address + 4 * self.channels, gate_stride=self.delta_rows)
 
     def attend(self, layer):
         heads, kv = self.m['heads'], self.m['kv_heads']
@@ -841,7 +898,7 @@ class Walk:
             attend_kernel(heads, kv, HEAD_DIM, ROPE_DIM, self.splits, kv=self.kv, stored=self.prompt).launch(self.rows * kv * self.splits, 256, self.x.address, layer['q_norm'].address, layer['k_norm'].address, self.angles.address, layer['keys'].address, layer['values'].address, *scales, self.slots.address, self.table.address, self.positions.address,
                 self.tops.address, self.sums.address, self.partial.address, *self.ahead('attend', layer['out']), self.attention_rows, self.pages_each, stream=self.stream, dependent=True)
         if self.wanted('combine'): combine_kernel(heads, kv, HEAD_DIM, self.splits, kv=self.kv).launch(self.rows * kv * HEAD_DIM // 8, 256, self.tops.address, self.sums.address, self.partial.address, self.x.address, self.positions.address, self.mixed.address, self.attention_rows, stream=self.stream, dependent=True)
-        self.back(layer['out'], 'quantize')
+        self.back(layer, 'quantize')
 
     def jobs_of(self, layer):
         "The experts for many rows; the shared one beside the router, on a stream of its own"
@@ -855,7 +912,7 @@ class Walk:
             rows_product(layer['shared_down'], self.record_shared.address, self.others.address, n, stream=side)
         if self.wanted('router'):
             group = max(g for g in (1, 2, 4) if n % g == 0)
-            router_kernel(m['shared'], H, width, m['experts'], m['chosen'], 0, group).launch(router_blocks(width, m['experts'], 0, n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, 0, 0, 0, stream=main, dependent=True)
+            router_kernel(m['shared'], H, width, m['experts'], m['chosen'], 0, group).launch(router_blocks(width, m['experts'], 0, n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, 0, stream=main, dependent=True)
             jobs_kernel(m['experts'], m['chosen'], n, True, most).launch(1, 1024, layer['scores'].address, self.ids.address, self.weights.address, self.jobs.address, stream=main, dependent=True)
         if self.wanted('up'): pairs_up(m['up'], H, width, m['chosen'], pairs, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=main, **self.tune.get('pairs_up', {}))
         if self.wanted('down'): pairs_down(m['down'], H, width, pairs, *layer['down'].addresses, self.middles.address, self.jobs.address, self.parts.address, stream=main, **self.tune.get('pairs_down', {}))
@@ -866,17 +923,17 @@ class Walk:
         if self.many: return self.jobs_of(layer)
         m, H, n, group = self.m, self.m['hidden'], self.rows, min(self.rows, 4)
         shape = H, m['width'], m['experts'], m['chosen']
-        if self.wanted('router'): router_kernel(m['shared'], *shape, m['width'], group).launch(router_blocks(m['width'], m['experts'], m['width'], n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, self.middle.address, *self.ahead('router', layer['next']), stream=self.stream, dependent=True)
-        down = layer['down'].addresses[:3] if self.tune['ahead_up'] else (0, 0, 0)
-        if self.wanted('up'): experts_up_kernel(m['up'], *shape, down=m['down']).launch(n * m['chosen'] * m['width'] // 32, 512, *layer['up'].addresses, layer['ffn_norm'].address, self.h.address, (self.scores if n == 1 else layer['scores']).address, self.ids.address, self.weights.address, self.middle.address, *down, stream=self.stream, dependent=True)
-        if self.wanted('down'): experts_down_kernel(m['down'], m['shared'], *shape, m['width']).launch(n * H // 8, 256, *layer['down'].addresses, *layer['shared_down'].addresses, self.middle.address, self.ids.address, self.weights.address, self.scores.address, self.h.address, *self.ahead('down', layer['next']), stream=self.stream, dependent=True)
+        if self.wanted('router'): router_kernel(m['shared'], *shape, m['width'], group).launch(router_blocks(m['width'], m['experts'], m['width'], n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, self.middle.address, stream=self.stream, dependent=True)
+        if self.wanted('up'): experts_up_kernel(m['up'], *shape).launch(n * m['chosen'] * m['width'] // 32, 512, *layer['up'].addresses, layer['ffn_norm'].address, self.h.address, (self.scores if n == 1 else layer['scores']).address, self.middle.address, stream=self.stream, dependent=True)
+        if self.wanted('down'): experts_down_kernel(m['down'], m['shared'], *shape, m['width']).launch(n * H // 8, 256, *layer['down'].addresses, *layer['shared_down'].addresses, self.middle.address, (self.scores if n == 1 else layer['scores']).address, self.h.address, self.ids.address, self.weights.address, stream=self.stream, dependent=True)
 
     def dense(self, layer):
-        self.project('up', layer['up'], layer['ffn_norm'])
+        if self.rows > 1 or self.tune['swiglu'] is None: self.project('up', layer['up'], layer['ffn_norm'])
+        elif self.wanted('up'): self.dense_stage = fat_swiglu(layer['up'], self.h.address, layer['ffn_norm'].address, self.record.address, self.left.address, ahead=self.ahead('gate', layer['down']), stream=self.stream, **self.tune['swiglu'])
         if not self.wanted('down'): return
-        if not self.many: prepare('swiglu', self.m['width'], self.x.address, self.record.address, self.rows, stream=self.stream)
+        if not self.many and (self.rows > 1 or self.tune['swiglu'] is None): prepare('swiglu', self.m['width'], self.x.address, self.record.address, self.rows, stream=self.stream)
         if self.many: return self.many_rows('swiglu', layer['down'], self.x.address, self.h.address, add=True)
-        if self.rows == 1: fat_gemv(layer['down'], self.record.address, self.h.address, stage='copy', add=True, stream=self.stream, **self.tune.get('down', {}))
+        if self.rows == 1: fat_gemv(layer['down'], self.record.address, self.h.address, stage=self.dense_stage, gate=self.left.address, add=True, ahead=self.ahead('dense', layer['next'] or self.head), stream=self.stream, **self.tune.get('down', {}))
         else: gemv(layer['down'], self.record.address, self.h.address, tokens=self.rows, add=True, stream=self.stream)
 
 # %% ../../nbs/cuda/90_check.ipynb #4edcf129
@@ -929,6 +986,49 @@ def bench_step(model, rng, contexts=(128, 4096, 32768), ceiling=4.11e12, rounds=
     print(text, flush=True)
     return records
 
+# %% ../../nbs/cuda/90_check.ipynb #tline002
+def time_line(model, rng, position=128, steps=4, save=False, **more):
+    "When the host and the card do what: a step launched kernel by kernel, recorded, and replayed `steps` times. Microseconds"
+    functions, walk, stream, numbers = driver(), Walk(model, position + 256, rng), Stream(), np.zeros((9, 32), np.int32)
+    inputs, events, host = Buffer(numbers.nbytes), [], []
+    walk.positions.write(np.full(1, position, np.int32))
+    walk.launch(stream)                                                              # every kernel is loaded
+    stream.wait()
+    launches = stream.launched
+    def mark():
+        events.append(checked(functions.cuEventCreate(0), 'making an event'))
+        checked(functions.cuEventRecord(events[-1], stream.handle), 'recording an event')
+    mark()
+    stream.wait()
+    zero = time.perf_counter()
+    def done(what, begin): host.append(dict(what=what, begin=round(1e6 * (begin - zero), 1), end=round(1e6 * (time.perf_counter() - zero), 1)))
+    begin = time.perf_counter()
+    mark()
+    walk.launch(stream)
+    done('launch', begin)
+    mark()
+    stream.wait()
+    begin, graph = time.perf_counter(), Graph()
+    graph.stream = stream
+    with graph.record(): walk.launch(stream)
+    done('record', begin)
+    graph.replay()
+    stream.wait()
+    for _ in range(steps):
+        begin = time.perf_counter()
+        checked(functions.cuMemcpyHtoDAsync(inputs.address, numbers.ctypes.data, numbers.nbytes, stream.handle), 'writing to the device')
+        done('send', begin)
+        mark()
+        begin = time.perf_counter()
+        graph.replay()
+        done('replay', begin)
+        mark()
+    stream.wait()
+    at = [round(1e3 * checked(functions.cuEventElapsedTime(events[0], e), 'reading an event'), 1) for e in events[1:]]
+    card = [dict(what='launch' if i == 0 else 'step', begin=a, end=b) for i, (a, b) in enumerate(zip(at[::2], at[1::2]))]
+    table = text_table(['', 'what', 'from, µs', 'to', 'µs'], [[who, r['what'], f"{r['begin']:.0f}", f"{r['end']:.0f}", f"{r['end'] - r['begin']:.0f}"] for who, rows in (('host', host), ('card', card)) for r in rows])
+    return report(f'cuda-timeline-{model.lower()}', table, dict(model=model, position=position, launches=launches, host=host, card=card, **gpu_record(), **more), save)
+
 # %% ../../nbs/cuda/90_check.ipynb #0bd950ba
 LAUNCHES = [{}, dict(dependent=False), *(dict(rows_each=r, chunk=c, stage=s, block=b) for r in (1, 2) for c in (4, 8) for s in ('copy', 'direct') for b in (128, 256)),
             *(dict(tokens=t, rows_each=r, chunk=c, stage=s) for t in (2, 4, 8) for r in (1, 2, 4) for c, s in ((1, 'copy'), (2, 'copy'), (2, 'direct')))]
@@ -948,7 +1048,7 @@ def compile_all(capability=(9, 0), processes=None, launches=LAUNCHES):
     wanted = [(name, arguments, capability) for name, arguments in wanted] + [(name, (), capability) for name in ('scalars', 'warp', 'matrix_products', 'quantize_rows', 'read_all')]
     with ProcessPoolExecutor(processes) as pool: return sum(1 for _ in pool.map(_compile, wanted, chunksize=4))
 
-CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_rows, check_experts, check_jobs, check_pairs, check_delta, check_attention, check_runs, check_sampling, check_ends)
+CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_beside, check_swiglu, check_rows, check_experts, check_jobs, check_pairs, check_delta, check_attention, check_runs, check_sampling, check_ends)
 
 def run_check(name, seed):
     "→ (name, seconds, outcome)"
@@ -973,6 +1073,7 @@ def main(argv=None):
     parser.add_argument('--bench', action='store_true', help='time the linear layers and write data/results/cuda-linear.….json')
     parser.add_argument('--step', nargs='*', choices=list(MODELS), default=(), help='time decode steps of these models of noise, and keep the record')
     parser.add_argument('--rows', nargs='*', type=int, default=(), help='with --step: also steps of so many sequences, and of 32 tokens of one')
+    parser.add_argument('--timeline', action='store_true', help='time how a step of each model of --step is launched, recorded and replayed, and keep the record')
     parser.add_argument('--no-checks', action='store_true')
     parser.add_argument('--processes', type=int, default=1, help='run so many checks at a time, each in a process of its own: most of their time goes into making kernels')
     parser.add_argument('--only', nargs='+', choices=[check.__name__ for check in CHECKS], help='these checks')
@@ -981,7 +1082,7 @@ def main(argv=None):
     parser.add_argument('--sweep', action='store_true', help='with --bench: try several ways to launch each')
     args = parser.parse_args(argv)
     if args.compile: return print(compile_all(), 'kernels') or 0
-    failed = 0
+    failed, outcomes = 0, []
     try: where = 'simulator' if SIMULATED else gpu_record()['gpu']
     except CudaError as error: return print(error, file=sys.stderr) or 2
     print(f'{where}, seed {args.seed}')
@@ -990,9 +1091,12 @@ def main(argv=None):
     with side_by_side(args.processes) as run:
         for name, seconds, outcome in run(run_check, checks, [args.seed] * len(checks)):
             failed += outcome.startswith('FAILED')
+            outcomes.append(dict(what=name, seconds=round(seconds, 1), outcome=outcome))
             print(f'{name:24} {seconds:6.1f} s  {outcome}', flush=True)
+    if outcomes and not SIMULATED: report('cuda-check', f'{len(outcomes) - failed} of {len(outcomes)} hold', dict(seed=args.seed, failed=failed, checks=outcomes, **gpu_record(), **more), save=not failed and args.only is None)
     if args.bench and not SIMULATED: bench_linear(np.random.default_rng(args.seed), LAUNCHES if args.sweep else ({},), save=True, **more)
     for model in args.step:
+        if args.timeline: time_line(model, np.random.default_rng(args.seed), save=True, **more)
         deep = 32768 if model == '35B-A3B' else 16384
         for kv in ('f16', 'int8'): bench_step(model, np.random.default_rng(args.seed), (128, 4096, deep), save=True, kv=kv, **more)
         for rows in args.rows: bench_step(model, np.random.default_rng(args.seed), (1024,), save=True, rows=rows, **more)

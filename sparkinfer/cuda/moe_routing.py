@@ -13,9 +13,9 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 from .graphs import Kernel
-from .fused import fat_stage, norm_factor, prefetch_share
+from .fused import fat_stage, norm_factor
 from .linear import KINDS, ROUNDED, lanes_for, quantize_four, record_bytes, rounded_chunk, silu, unit_dot
-from .ptx import (add_f32, as_float, as_word, copies_begun, copy16_async, launch_dependents, load_f32, load_f32x4, load_u32, prefetch_range, reciprocal, root_reciprocal, shared_address, store_f32, store_u32,
+from .ptx import (add_f32, as_float, as_word, copies_begun, copy16_async, launch_dependents, load_f32, load_f32x4, reciprocal, root_reciprocal, shared_address, store_f32, store_u32,
                                  wait_for_copies, wait_for_previous, warp_max_word, warp_min_word, warp_sum)
 
 # %% ../../nbs/cuda/05_moe_routing.ipynb #e3290aca
@@ -31,8 +31,8 @@ def unordered(word):
     return as_float(np.uint32(word ^ np.uint32(0x80000000))) if word & np.uint32(0x80000000) else as_float(np.uint32(word ^ np.uint32(0xffffffff)))
 
 @lru_cache(None)
-def chooser(experts):
-    "Device functions (read, next): `read(scores, keys, lane)` into a lane's keys; `next(keys, lane)` → (word of the best score left, its number), struck out"
+def chooser(experts, chosen, normalise):
+    "Device functions (read, next, choose): `read(scores, keys, lane)` into a lane's keys; `next(keys, lane)` → (word of the best score left, its number), struck out; `choose(keys, lane)` → (number, share) of the expert that a lane below `chosen` keeps"
     per = experts // 32
 
     @cuda.jit(device=True)
@@ -42,14 +42,32 @@ def chooser(experts):
     @cuda.jit(device=True)
     def best_left(keys, lane):
         best, number = np.uint32(0), np.uint32(0xffffffff)
-        for j in range(per):
-            if keys[j] > best: best, number = keys[j], np.uint32(lane + 32 * j)
+        for j in range(per): best = max(best, keys[j])
         top = warp_max_word(best)
-        winner = warp_min_word(number if best == top else np.uint32(0xffffffff))
+        for j in range(per):
+            if keys[per - 1 - j] == top: number = np.uint32(lane + 32 * (per - 1 - j))
+        winner = warp_min_word(number)
         for j in range(per):
             if np.uint32(lane + 32 * j) == winner: keys[j] = np.uint32(0)
         return top, winner
-    return read, best_left
+
+    @cuda.jit(device=True)
+    def choose(keys, lane):
+        first, everything, own, own_id = np.float32(0), np.float32(0), np.float32(0), np.uint32(0)
+        if not normalise:
+            largest = np.uint32(0)
+            for j in range(per): largest = max(largest, keys[j])
+            first = unordered(warp_max_word(largest))
+            for j in range(per): everything += math.exp(unordered(keys[j]) - first)
+            everything = warp_sum(everything, 32)
+        for r in range(chosen):
+            word, number = best_left(keys, lane)
+            if r == 0: first = unordered(word)
+            e = math.exp(unordered(word) - first)
+            if normalise: everything += e
+            if r == lane: own, own_id = e, number
+        return own_id, own / everything
+    return read, best_left, choose
 
 # %% ../../nbs/cuda/05_moe_routing.ipynb #cdc54859
 WARPS, THREADS = 16, 512        # in a block of the router and of gate and up
@@ -86,7 +104,7 @@ def pair_tools(name, hidden, width, tokens, eps):
 @lru_cache(None)
 def router_kernel(shared_name, hidden, width, experts, chosen, shared, tokens=1, eps=1e-6):
     """scores = router · norm(h), for `tokens` (up to 8) rows a block; and the middle of the shared expert (`shared`: its width, 0 for none, or equal to `width`).
-    Arguments: router (experts + 1, hidden) float32, norm weight, four planes of the shared expert (gate rows, then up), h (rows, hidden), scores (rows, experts + 1), middles: records (rows, chosen + 1), a range (address, bytes) to ask into the second cache.
+    Arguments: router (experts + 1, hidden) float32, norm weight, four planes of the shared expert (gate rows, then up), h (rows, hidden), scores (rows, experts + 1), middles: records (rows, chosen + 1).
     Launch with `router_blocks` blocks of 512 threads"""
     every, lines, stride = -(-hidden // (4 * THREADS)), -(-(experts + 1) // ROUTER_ROWS), record_bytes(width)
     per_group, held, row_shape, words = router_blocks(width, experts, shared, tokens, tokens), (every, 4), (ROUTER_ROWS * every, 4), tokens * record_bytes(hidden) // 4
@@ -110,6 +128,7 @@ def router_kernel(shared_name, hidden, width, experts, chosen, shared, tokens=1,
                 four = load_f32x4(router + 4 * (min(first + r, np.int64(experts)) * hidden + clipped(i)))
                 for e in range(4): a[r * every + i, e] = four[e]
         wait_for_previous()
+        launch_dependents()                                                          # not before: the next kernel reads h ahead of its wait
         for t in range(tokens):                                                      # all requests before the first use
             for i in range(every):
                 four = load_f32x4(h + 4 * (t * hidden + clipped(i)))
@@ -131,8 +150,7 @@ def router_kernel(shared_name, hidden, width, experts, chosen, shared, tokens=1,
             product = warp_sum(partial[(ROUTER_ROWS + 1) * t + r, lane] if lane < WARPS else np.float32(0), 32)
             if lane == 0 and first + r <= experts: store_f32(scores + 4 * (t * (experts + 1) + first + r), product * root_reciprocal(squares * np.float32(1 / hidden) + np.float32(eps)))
 
-    def router(matrix, weight, low, high, scale, extra, h, scores, middles, ahead, ahead_bytes):
-        launch_dependents()
+    def router(matrix, weight, low, high, scale, extra, h, scores, middles):
         lane, warp = np.int64(cuda.threadIdx.x & 31), np.int64(cuda.threadIdx.x >> 5)
         group, block = np.int64(cuda.blockIdx.x) // per_group * tokens, np.int64(cuda.blockIdx.x) % per_group
         h, scores, middles = h + 4 * group * hidden, scores + 4 * group * (experts + 1), middles + group * (chosen + 1) * stride
@@ -140,13 +158,13 @@ def router_kernel(shared_name, hidden, width, experts, chosen, shared, tokens=1,
         partial = cuda.shared.array(board_all, np.float32)
         squares = cuda.shared.array(sums, np.float32)
         numbers = cuda.shared.array(board, np.float32)
-        prefetch_share(ahead, ahead_bytes)
         if shared > 0 and block >= lines:
             raw, w = cuda.local.array(raw_shape, np.uint32), cuda.local.array(held, np.float32)
             column = 32 * (block - lines)
             load(raw, low, high, scale, extra, (column + 2 * warp) * (hidden // 32), lane)
             before(weight, w)
             wait_for_previous()
+            launch_dependents()
             fill(spot, squares, h, np.int64(0), 0, w)
             cuda.syncthreads()
             compute(raw, spot, squares, numbers, 2 * warp, lane)
@@ -155,7 +173,7 @@ def router_kernel(shared_name, hidden, width, experts, chosen, shared, tokens=1,
             cuda.syncthreads()
             finish(numbers, middles + chosen * stride, (chosen + 1) * stride, column, lane, warp)
         else: score(matrix, weight, h, scores, block * ROUTER_ROWS, partial, lane, warp)
-    return Kernel(router, *[types.int64] * 11, name=f'router_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}_t{tokens}_{eps}', bounds=(THREADS, 2 if tokens == 1 or not shared else 1))
+    return Kernel(router, *[types.int64] * 9, name=f'router_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}_t{tokens}_{eps}', bounds=(THREADS, 2 if tokens == 1 or not shared else 1))
 
 def router_blocks(width, experts, shared, tokens, group):
     "Blocks of a launch for `tokens` rows, `group` of them in a block"
@@ -163,20 +181,16 @@ def router_blocks(width, experts, shared, tokens, group):
 
 # %% ../../nbs/cuda/05_moe_routing.ipynb #5c204a96
 @lru_cache(None)
-def experts_up_kernel(name, hidden, width, experts, chosen, normalise=True, eps=1e-6, down=None):
-    """silu(gate · x) · (up · x) of the chosen experts, x = norm(h). Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), norm weight, h (tokens, hidden), scores (tokens, experts + 1), ids (tokens, chosen) int32, weights (tokens, chosen),
-    middles: records (tokens, chosen + 1), three planes (low, high, scale) of the stack of `down` matrices of type `down`, which are asked into the second cache (None: they are not looked at). Launch with tokens · chosen · width / 32 blocks of 512 threads"""
-    read, best_left = chooser(experts)
+def experts_up_kernel(name, hidden, width, experts, chosen, eps=1e-6):
+    """silu(gate · x) · (up · x) of the chosen experts, x = norm(h). Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), norm weight, h (tokens, hidden), scores (tokens, experts + 1),
+    middles: records (tokens, chosen + 1). Launch right behind the router with tokens · chosen · width / 32 blocks of 512 threads"""
+    read, best_left, _ = chooser(experts, chosen, True)
     load, compute, finish, raw_shape, board = pair_tools(name, hidden, width, 1, eps)
     before, fill = fat_stage('norm', hidden, 1, eps, THREADS)
     words, per, blocks, stride, kept = record_bytes(hidden) // 4, experts // 32, width // 32, record_bytes(width), (-(-hidden // (4 * THREADS)), 4)
-    sizes = (16, KINDS[down].high, KINDS[down].scale[0] // KINDS[down].scale[1]) if down else (0, 0, 0)
-    shares = tuple(n * hidden * (width // 32) // blocks for n in sizes)
-    assert experts % 32 == 0 and all(n % 16 == 0 for n in shares)
-    share_low, share_high, share_scale = shares
+    assert experts % 32 == 0
 
-    def experts_up(low, high, scale, extra, weight, h, scores, ids, weights, middles, low_d, high_d, scale_d):
-        launch_dependents()
+    def experts_up(low, high, scale, extra, weight, h, scores, middles):
         lane, warp = np.int64(cuda.threadIdx.x & 31), np.int64(cuda.threadIdx.x >> 5)
         token, slot, block = np.int64(cuda.blockIdx.x) // (chosen * blocks), np.int64(cuda.blockIdx.x) // blocks % chosen, np.int64(cuda.blockIdx.x) % blocks
         raw, other, w, keys = cuda.local.array(raw_shape, np.uint32), cuda.local.array(raw_shape, np.uint32), cuda.local.array(kept, np.float32), cuda.local.array(per, np.uint32)
@@ -185,10 +199,11 @@ def experts_up_kernel(name, hidden, width, experts, chosen, normalise=True, eps=
         numbers = cuda.shared.array(board, np.float32)
         picked = cuda.shared.array(1, np.int32)
         before(weight, w)
+        fill(spot, squares, h + 4 * token * hidden, np.int64(0), 0, w)               # the router began when h was complete
         wait_for_previous()
-        if warp == 0: read(scores + 4 * token * (experts + 1), keys, lane)
-        fill(spot, squares, h + 4 * token * hidden, np.int64(0), 0, w)
+        launch_dependents()                                                          # not before: the next kernel reads scores ahead of its wait
         if warp == 0:
+            read(scores + 4 * token * (experts + 1), keys, lane)
             winner = np.uint32(0)
             for _ in range(slot + 1): winner = best_left(keys, lane)[1]
             if lane == 0: picked[0] = np.int32(winner)
@@ -197,83 +212,57 @@ def experts_up_kernel(name, hidden, width, experts, chosen, normalise=True, eps=
         row = (expert * 2 * width + 32 * block + 2 * warp) * (hidden // 32)
         load(raw, low, high, scale, extra, row, lane)
         load(other, low, high, scale, extra, row + hidden // 32, lane)
-        if share_low > 0 and low_d != 0 and cuda.threadIdx.x == 0:
-            at = expert * blocks + block
-            prefetch_range(low_d + at * share_low, np.uint32(share_low))
-            if share_high > 0: prefetch_range(high_d + at * share_high, np.uint32(share_high))
-            prefetch_range(scale_d + at * share_scale, np.uint32(share_scale))
         compute(raw, spot, squares, numbers, 2 * warp, lane)
         compute(other, spot, squares, numbers, 2 * warp + 1, lane)
         cuda.syncthreads()
         finish(numbers, middles + (token * (chosen + 1) + slot) * stride, np.int64(0), 32 * block, lane, warp)
-        if slot == 0 and block == 0 and warp == 1: note_choice(scores + 4 * token * (experts + 1), ids + 4 * token * chosen, weights + 4 * token * chosen, lane)
-
-    @cuda.jit(device=True)
-    def note_choice(scores, ids, weights, lane):
-        keys = cuda.local.array(per, np.uint32)
-        read(scores, keys, lane)
-        first, everything, own, own_id = np.float32(0), np.float32(0), np.float32(0), np.uint32(0)
-        if not normalise:
-            largest = np.uint32(0)
-            for j in range(per): largest = max(largest, keys[j])
-            first = unordered(warp_max_word(largest))
-            for j in range(per): everything += math.exp(unordered(keys[j]) - first)
-            everything = warp_sum(everything, 32)
-        for r in range(chosen):
-            word, number = best_left(keys, lane)
-            if r == 0: first = unordered(word)
-            e = math.exp(unordered(word) - first)
-            if normalise: everything += e
-            if r == lane: own, own_id = e, number
-        if lane < chosen:
-            store_u32(ids + 4 * lane, own_id)
-            store_f32(weights + 4 * lane, own / everything)
-    return Kernel(experts_up, *[types.int64] * 13, name=f'experts_up_{name}_{hidden}_{width}_{experts}_{chosen}_{int(normalise)}_{eps}_{down}', bounds=(THREADS, 2))
+    return Kernel(experts_up, *[types.int64] * 8, name=f'experts_up_{name}_{hidden}_{width}_{experts}_{chosen}_{eps}', bounds=(THREADS, 2))
 
 # %% ../../nbs/cuda/05_moe_routing.ipynb #3c702038
 DOWN_WARPS = 8      # in a block of `down`
 
 @lru_cache(None)
-def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, shared):
+def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, shared, normalise=True):
     """h += Σ weight · (down of the chosen expert · its middle) + sigmoid(the last score) · (down of the shared one · its middle).
-    Arguments: four planes of the stack (each expert: `hidden` rows), four planes of the shared expert, middles: records (tokens, chosen + 1), ids, weights, scores (tokens, experts + 1), h (tokens, hidden), a range (address, bytes) to ask into the second cache.
-    Launch with tokens · hidden / 8 blocks of 256 threads"""
+    Arguments: four planes of the stack (each expert: `hidden` rows), four planes of the shared expert, middles: records (tokens, chosen + 1), scores (tokens, experts + 1), h (tokens, hidden), and who was asked, for the host: ids (tokens, chosen) int32, weights (tokens, chosen) float32.
+    Launch right behind `experts_up_kernel` with tokens · hidden / 8 blocks of 256 threads"""
     kind, (fetch_unit, unpack), dot_unit = KINDS[name], ROUNDED[name], unit_dot(name, width, True)
     (fetch_shared, unpack_shared), dot_shared = ROUNDED[shared_name], unit_dot(shared_name, width, True)
     units, lanes = width // 32, lanes_for(kind, width)
     groups = 32 // lanes
     each, turns = units // lanes, -(-chosen // groups)
     held, held_shared, shared_steps = (each * turns, kind.words), (max(1, -(-units // 32)), KINDS[shared_name].words), -(-units // 32)
+    (read, _, choose), per = chooser(experts, chosen, normalise), experts // 32
     middles, stride, blocks = chosen + 1, record_bytes(width), hidden // DOWN_WARPS
+    copy_turns = -(-middles * stride // (512 * DOWN_WARPS))
     copied, stage_words = (middles if shared else chosen) * stride, middles * stride // 4
     assert hidden % DOWN_WARPS == 0
 
-    def experts_down(low, high, scale, extra, low_s, high_s, scale_s, extra_s, middle, ids, weights, scores, h, ahead, ahead_bytes):
+    def experts_down(low, high, scale, extra, low_s, high_s, scale_s, extra_s, middle, scores, h, ids, weights):
         launch_dependents()
         lane, token = np.int64(cuda.threadIdx.x & 31), np.int64(cuda.blockIdx.x) // blocks
         row = np.int64(cuda.blockIdx.x) % blocks * DOWN_WARPS + (cuda.threadIdx.x >> 5)
         part, group = lane % lanes, lane // lanes
         raw, raw_s, q, s = cuda.local.array(held, np.uint32), cuda.local.array(held_shared, np.uint32), cuda.local.array(8, np.uint32), cuda.local.array(3, np.float32)
-        number, share = cuda.local.array(turns, np.int64), cuda.local.array(turns, np.float32)
-        spot, total, asked = shared_address(cuda.shared.array(stage_words, np.uint32)), np.float32(0), np.float32(0)
+        spot, total = shared_address(cuda.shared.array(stage_words, np.uint32)), np.float32(0)
+        picked = cuda.shared.array(chosen, np.int32)
+        shares = cuda.shared.array(middles, np.float32)
+        if cuda.threadIdx.x < 32: choose_all(scores + 4 * token * (experts + 1), picked, shares, cuda.blockIdx.x % blocks == 0, ids + 4 * token * chosen, weights + 4 * token * chosen, lane)
+        cuda.syncthreads()
         if shared > 0:
             for i in range(shared_steps): fetch_shared(raw_s, i, low_s, high_s, scale_s, extra_s, row * units + min(lane + 32 * i, np.int64(units - 1)))
-        prefetch_share(ahead, ahead_bytes)
-        wait_for_previous()
-        for i in range(turns): number[i] = np.int64(load_u32(ids + 4 * (token * chosen + min(i * groups + group, np.int64(chosen - 1)))))
-        for i in range(turns): share[i] = load_f32(weights + 4 * (token * chosen + min(i * groups + group, np.int64(chosen - 1))))
-        if shared > 0: asked = load_f32(scores + 4 * (token * (experts + 1) + experts))
-        at = np.int64(16 * cuda.threadIdx.x)
-        while at < copied:
-            copy16_async(spot + at, middle + token * middles * stride + at)
-            at += 32 * 16 * DOWN_WARPS
-        copies_begun()
         for i in range(turns):
-            for u in range(each): fetch_unit(raw, i * each + u, low, high, scale, extra, (number[i] * hidden + row) * units + part + lanes * u)
+            expert = np.int64(picked[min(i * groups + group, np.int64(chosen - 1))])
+            for u in range(each): fetch_unit(raw, i * each + u, low, high, scale, extra, (expert * hidden + row) * units + part + lanes * u)
+        wait_for_previous()
+        for i in range(copy_turns):
+            at = 16 * (cuda.threadIdx.x + 32 * DOWN_WARPS * i)
+            if copied % (512 * DOWN_WARPS) == 0 or at < copied: copy16_async(spot + at, middle + (token * middles * stride + at))
+        copies_begun()
         wait_for_copies()
         cuda.syncthreads()
         if shared > 0:
-            asked = np.float32(1) / (np.float32(1) + math.exp(-asked))
+            asked = shares[chosen]
             for i in range(shared_steps):
                 at = min(lane + 32 * i, np.int64(units - 1))
                 unpack_shared(raw_s, i, at, q, s)
@@ -281,10 +270,22 @@ def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, share
                 if lane + 32 * i < units: total += value
         for i in range(turns):
             choice = min(i * groups + group, np.int64(chosen - 1))
-            mine = share[i] if i * groups + group < chosen else np.float32(0)
+            mine = shares[choice] if i * groups + group < chosen else np.float32(0)
             for u in range(each):
                 unpack(raw, i * each + u, part + lanes * u, q, s)
                 total += mine * dot_unit(q, s, spot + stride * choice, part + lanes * u)
         total = warp_sum(total, 32)
         if lane == 0: add_f32(h + 4 * (token * hidden + row), total)
-    return Kernel(experts_down, *[types.int64] * 15, name=f'experts_down_{name}_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}', bounds=(32 * DOWN_WARPS, 4))
+
+    @cuda.jit(device=True)
+    def choose_all(scores, picked, shares, noted, ids, weights, lane):
+        keys = cuda.local.array(per, np.uint32)
+        read(scores, keys, lane)
+        if shared > 0 and lane == 0: shares[chosen] = np.float32(1) / (np.float32(1) + math.exp(-load_f32(scores + 4 * experts)))
+        number, share = choose(keys, lane)
+        if lane < chosen:
+            picked[lane], shares[lane] = np.int32(number), share
+            if noted:
+                store_u32(ids + 4 * lane, number)
+                store_f32(weights + 4 * lane, share)
+    return Kernel(experts_down, *[types.int64] * 13, name=f'experts_down_{name}_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}_{int(normalise)}', bounds=(32 * DOWN_WARPS, 4))

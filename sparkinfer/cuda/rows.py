@@ -19,7 +19,8 @@ from numba.cuda import types
 from ..errors import UnsupportedError
 from .graphs import Kernel
 from .linear import KINDS, ROUNDED, _keep, _signed_sizes, lanes_for, plane_bytes, quantize_spec, record_bytes, silu, stage_function
-from .moe_routing import chooser, ordered, unordered
+from .gated_deltanet import recurrence
+from .moe_routing import chooser
 from .ptx import (add_f32, as_float, as_word, bits_and, bits_or, copies_begun, copy16_async, copy8_async, dp4a, e4m3_to_halves, exp2, half_to_float, halves_to_floats, launch_dependents, load16, load16_staged, load2_once, load8_staged, load_f32, load_f32x2, load_f32x4,
                                  load_matrices, load_u32, load_u32_staged, mma_int8, mma_int8_half, reciprocal, round_to_int, shared_address, shift_left, shift_right, shuffle_from, shuffle_up, shuffle_xor, store_f32, store_u32, store_u32_staged, wait_for_all_but_one, wait_for_copies, wait_for_previous, warp_barrier, warp_max_word, warp_sum)
 
@@ -315,7 +316,7 @@ def jobs_spec(ids, experts, most=8):
 @lru_cache(None)
 def jobs_kernel(experts, chosen, tokens, normalise=True, most=8):
     "most: pairs of a job, 8, 2 or 1. Arguments: scores (tokens, experts + 1), ids (tokens, chosen) int32, weights (tokens, chosen), jobs (tokens · chosen, 16) int32. One block of 1024 threads, a warp for each of up to 32 tokens"
-    read, best_left = chooser(experts)
+    read, _, choose = chooser(experts, chosen, normalise)
     per, pairs, lists, padded = experts // 32, tokens * chosen, -(-experts // 32), -(-tokens * chosen // 4) * 4
     shift, over = most.bit_length() - 1, most - 1
     assert tokens <= 32 and experts <= 1024 and experts % 32 == 0 and most == 1 << shift <= 8
@@ -332,22 +333,10 @@ def jobs_kernel(experts, chosen, tokens, normalise=True, most=8):
         wait_for_previous()
         if warp < tokens:
             read(scores + 4 * warp * (experts + 1), keys, lane)
-            first, everything, own, own_id = np.float32(0), np.float32(0), np.float32(0), np.uint32(0)
-            if not normalise:
-                largest = np.uint32(0)
-                for j in range(per): largest = max(largest, keys[j])
-                first = unordered(warp_max_word(largest))
-                for j in range(per): everything += math.exp(unordered(keys[j]) - first)
-                everything = warp_sum(everything, 32)
-            for r in range(chosen):
-                word, number = best_left(keys, lane)
-                if r == 0: first = unordered(word)
-                e = math.exp(unordered(word) - first)
-                if normalise: everything += e
-                if r == lane: own, own_id = e, number
+            own_id, share = choose(keys, lane)
             if lane < chosen:
                 store_u32(ids + 4 * (warp * chosen + lane), own_id)
-                store_f32(weights + 4 * (warp * chosen + lane), own / everything)
+                store_f32(weights + 4 * (warp * chosen + lane), share)
                 asked[warp * chosen + lane] = np.int32(own_id)
         cuda.syncthreads()
         rank, count, expert = np.int32(0), np.int32(0), np.int32(-1)
@@ -757,7 +746,7 @@ def delta_rows_kernel(key_heads, value_heads, key_dim, value_dim, tiled, eps=1e-
     Launch with runs · Hv · value_dim / 32 blocks of 2 · key_dim threads"""
     threads, channels, parts = 2 * key_dim, 2 * key_heads * key_dim + value_heads * value_dim, value_dim // 32
     groups, shared_by = threads // 32, value_heads // key_heads
-    warps, grid, depth, scale = threads // 32, (groups, 32), key_dim // groups, np.float32(key_dim ** -.5)
+    warps, grid, depth, (unit, gates, turn, whole) = threads // 32, (groups, 32), key_dim // groups, recurrence(key_dim, eps)
 
     def delta_rows(y, x, decay, dt, state, slots, firsts, counts, positions, out, x_stride, place_a, place_b):
         launch_dependents()
@@ -780,33 +769,12 @@ def delta_rows_kernel(key_heads, value_heads, key_dim, value_dim, tiled, eps=1e-
         for t in range(count):
             value, own, a, b = fresh[0], fresh[1], fresh[2] + bias, fresh[3]
             ask(y, x, fresh, first + min(t + 1, count - 1), channel, channel_v, x_stride, place_a + head, place_b + head)
-            squares = warp_sum(value * value, 32)
-            if thread % 32 == 0: partial[thread // 32] = squares
+            both[thread] = unit(value, partial, thread)
+            forget, beta = gates(a, b, slope)
             cuda.syncthreads()
-            length = np.float32(0)
-            for i in range(key_dim // 32): length += partial[half * (key_dim // 32) + i]
-            both[thread] = value / math.sqrt(length + np.float32(eps)) * (scale if half == 0 else np.float32(1))
-            softplus = max(a, np.float32(0)) + math.log1p(math.exp(-abs(a)))
-            forget, beta = math.exp(slope * softplus), np.float32(1) / (np.float32(1) + math.exp(-b))
+            turn(S, both, own, forget, beta, sums, answers, thread)
             cuda.syncthreads()
-            recalled = np.float32(0)
-            for i in range(depth):
-                S[i] *= forget
-                recalled += both[key_dim + group * depth + i] * S[i]
-            sums[group, thread % 32] = recalled
-            cuda.syncthreads()
-            recalled = np.float32(0)
-            for i in range(groups): recalled += sums[i, thread % 32]
-            missing, answer = beta * (own - recalled), np.float32(0)
-            for i in range(depth):
-                S[i] += both[key_dim + group * depth + i] * missing
-                answer += both[group * depth + i] * S[i]
-            answers[group, thread % 32] = answer
-            cuda.syncthreads()
-            if thread < 32:
-                answer = np.float32(0)
-                for i in range(groups): answer += answers[i, thread]
-                store_f32(out + 4 * (((first + t) * value_heads + head) * value_dim + column), answer)
+            if thread < 32: store_f32(out + 4 * (((first + t) * value_heads + head) * value_dim + column), whole(answers, thread))
         for i in range(depth): store_f32(home + 4 * i * value_dim, S[i])
 
     @cuda.jit(device=True)
