@@ -658,6 +658,7 @@ def eval_kl_command(text, model, runner, device, **options):
 def eval_logits_command(model, ids, out, runner, device, chunk):
     "Write MODEL's logits at every position of a list of token ids."
     from sparkinfer.measure.accuracy import eval_logits
-    try: shape = eval_logits(model, ids, out, eval_runner(model, runner, device), chunk)
+    try:
+        with interruptible(out): shape = eval_logits(model, ids, out, eval_runner(model, runner, device), chunk)
     except ValueError as error: raise SparkinferError(f'{ids} is not a JSON list of token ids: {error}') from error      # no JSON, or no text at all
     click.echo(json.dumps(dict(eval='logits', model=model, out=out, shape=list(shape))))
