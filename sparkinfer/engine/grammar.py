@@ -466,6 +466,11 @@ class Constraint:
         "Tokens of reasoning so far, without its marks"
         return len(self.starts)
 
+    def is_free(self, flying) -> bool:
+        "Whether nothing is asked of the next draw, whatever the `flying` tokens before it turn out to be, which `accept` has not been told yet"
+        budget = self.rules.reasoning and self.rules.reasoning.tokens
+        return self.matcher is None and not self.forced and (budget is None or self.phase == 'rules' or len(self.ids) + flying < budget)
+
     def allowed(self) -> np.ndarray:
         "The mask of the next draw: uint32 (words,), or (0,) if everything is allowed. Raises RequestError when the grammar is too complex for the matcher"
         compiler, budget = self.rules.compiler, self.rules.reasoning and self.rules.reasoning.tokens

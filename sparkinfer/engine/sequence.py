@@ -172,7 +172,7 @@ class Sequence:
     @property
     def steady(self):
         "Whether the draw after one in flight can be planned: it depends on no token before it but through the model"
-        return not (self.looks_back or self.alone or self.constraint is not None or self.params.logprobs is not None)
+        return not (self.looks_back or self.alone or self.params.logprobs is not None) and (self.constraint is None or self.constraint.is_free(self.flying))
 
     def take_off(self):
         "A token is being drawn: it is -1 until `accept` gets it"
