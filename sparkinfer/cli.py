@@ -333,6 +333,7 @@ def use_config(ctx, param, path):
 def chosen_settings(ctx):
     "Every setting in force and where it came from: [Setting]; refuses those that contradict each other, and tells of what looks like a mistake"
     from sparkinfer.serve.settings import Setting, contradictions, strange_variables
+    if os.environ.get('SPARKINFER_API_KEY') == '': raise click.UsageError('SPARKINFER_API_KEY is set and empty, which would let everybody in: give it a key, or unset it')
     names = {'COMMANDLINE': 'flag', 'ENVIRONMENT': 'environment', 'DEFAULT_MAP': 'file'}
     settings = [Setting(name, value, names.get(ctx.get_parameter_source(name).name, 'default')) for name, value in ctx.params.items()]
     found = contradictions(settings)

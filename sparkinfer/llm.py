@@ -51,6 +51,7 @@ def open_model(name='smollm2', progress=None):
     from sparkinfer.models.weights import Weights
     from sparkinfer.text.chat_template import ChatTemplate
     from sparkinfer.text.tokenizer import Tokenizer
+    if not isinstance(name, (str, Path)): raise SparkinferError(f'a model is a name or a path, not {name!r}')
     path = resolve(name, progress)
     checkpoint = open_checkpoint(path)
     try:
@@ -174,7 +175,9 @@ class MemorySettings:
         from sparkinfer.engine.request import Knob
         for name, kind, low, high in (('slots', int, 1, 4096), ('kv_tokens', int, 16, 1 << 40), ('snapshot_mb', float, 0, 1e9), ('spill_mb', float, 0, 1e9)):
             if getattr(self, name) is not None: Knob(kind, low, high, self.__dataclass_fields__[name].metadata['help']).check(name, getattr(self, name))
-        if self.cache_file == '' or self.spill_folder == '': raise SparkinferError('cache_file and spill_folder must be names, not empty')
+        for name in ('cache_file', 'spill_folder'):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, (str, Path)) or not str(value) or '\0' in str(value)): raise SparkinferError(f'{name} must be the name of a file or folder, not {value!r}')
         if self.kv_type is not None and (not isinstance(self.kv_type, str) or self.kv_type not in KV_BYTES): raise SparkinferError(f"kv_type is {self.kv_type!r}; there are {', '.join(KV_BYTES)}")
         if self.spill_folder is not None and not self.spill_mb: raise SparkinferError('spill_folder is given, and spill_mb is 0: say how many MB may be written there')
         if self.cache_file is not None and self.no_prefix_cache: raise SparkinferError('cache_file and no_prefix_cache contradict each other')
@@ -383,7 +386,8 @@ def load_runner(parts, context=None, threads=None, runner='auto', progress=None,
     from sparkinfer.measure.speed import cpu_count, memory_available
     from sparkinfer.memory.paged_kv import pages_for
     from sparkinfer.ops.sampling import SamplingError
-    if threads is not None and not 1 <= threads <= 1024: raise RequestError(f'{threads} threads are not possible', 'threads')
+    for what, number, most in (('threads', threads, 1024), ('context', context, 1 << 31)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most): raise RequestError(f'{what} must be a whole number from 1 to {most:,}, not {number!r}', what)
     wanted, progress = settings or MemorySettings(slots=1, kv_type=kv_type), progress or Progress(parts.name, enabled=False)
     place = choose_place(parts.weights, runner, device, context, wanted, progress.note)
     kind, threads = runner_kind(place.runner), threads or cpu_count()
@@ -529,6 +533,7 @@ def prompt_ids(self: LLM, prompt, variables=None):
     if isinstance(prompt, str): return self.engine.encode_prompt(prompt)
     if isinstance(prompt, (bytes, bytearray, dict)) or not hasattr(prompt, '__iter__'): raise RequestError(f'a prompt is a text, token ids or messages, not {repr(prompt)[:40]}', 'prompt')
     prompt = list(prompt)
+    if not isinstance(variables or {}, dict) or not all(isinstance(name, str) for name in variables or {}): raise RequestError(f'variables are for the chat template, by name, not {variables!r}', 'variables')
     if prompt and isinstance(prompt[0], dict): return self.engine.encode_chat(prompt, **(variables or {}))
     return prompt
 

@@ -250,3 +250,8 @@ def test_bench_ends_with_json():
 def test_an_empty_prompt_is_told():
     done = sparkinfer('run', '')
     assert done.returncode == 2 and 'the prompt is empty' in done.stderr and done.stdout == ''
+
+def test_an_empty_key_locks_nothing_and_is_refused():
+    "An unset secret in a compose file gives exactly this"
+    done = sparkinfer('serve', '--port', '0', env=os.environ | {'SPARKINFER_API_KEY': ''}, timeout=60)
+    assert done.returncode == 2 and 'SPARKINFER_API_KEY is set and empty' in done.stderr, done.stderr

@@ -3,6 +3,7 @@ import json, socket
 import httpx, pytest
 from sparkinfer.serve.app import HEAD_LIMIT
 from dialects import SCHEMA, raw_events, serving, engine
+from support import MARKUP, Answering, TinyTokenizer
 
 INSIDE = '<tool_call>\n{"name": "weather", "arguments": {"city": "rm -rf /tm'
 SAID = {'greet': 'Hello there!', 'leave it': 'I look.\n' + INSIDE, 'lost sense': INSIDE + '", "days": few}}\n</tool_call>', 'half a pair': INSIDE + '\\ud800", "\\udc00": 1}}\n</tool_call>',
@@ -152,3 +153,36 @@ def head_alone(kind, data, step):
         connection._unset_keepalive_if_required()
         return refused
     return asyncio.run(feed())
+
+def test_an_item_is_named_by_a_string(server):
+    "A list or an object for the id is no key of a store"
+    for id in ([1], {}, None, 5):
+        answer = httpx.post(server.url + '/v1/responses', json=dict(input=[dict(type='item_reference', id=id)]), timeout=30)
+        assert answer.status_code == 400 and answer.json()['error']['type'] == 'invalid_request_error', answer.text
+    kept = post(server, '/v1/responses', input='greet')['id']
+    for limit in ('0', '101', '00000000199999', '١'):
+        assert httpx.get(f'{server.url}/v1/responses/{kept}/input_items', params=dict(limit=limit), timeout=30).status_code == 400
+
+OFF = {'/v1/chat/completions': [dict(thinking_budget=0), dict(enable_thinking=False), dict(enable_thinking=False, thinking_budget=2), dict(reasoning_effort='none')],
+       '/v1/messages': [dict(thinking=dict(type='disabled'), max_tokens=200)], '/api/chat': [dict(think=False, stream=False)], '/v1/responses': [dict(reasoning=dict(effort='none'))]}
+
+def test_reasoning_that_nobody_wants_is_closed_where_it_begins():
+    "A model that opens it by itself, against what was asked: `</think>` is forced at once, so nothing of it is computed or shown; where reasoning is wanted it is there, and counted"
+    def opens(history, step):
+        said = TinyTokenizer(markup=MARKUP).decode(history[len(history) - step:], skip_special=False)
+        return (said.split('</think>')[1], 'It is 4.') if '</think>' in said else (said, '<think>Hm, on and on.</think>')
+    with serving(engine('ok')) as state:
+        model = state.engine.runner
+        ids = lambda text: state.engine.tokenizer.encode(text, special=True)
+        class Stubborn(Answering):
+            def __call__(self, history, step):
+                so_far, reply = opens(history, step)
+                rest = ids(reply)[len(ids(so_far)):]
+                return rest[0] if rest else 256
+        model.script = Stubborn(state.engine.tokenizer, '')
+        free = post(state, '/v1/chat/completions', messages=ask('x'))
+        assert free['choices'][0]['message']['reasoning_content'] == 'Hm, on and on.' and free['usage']['completion_tokens_details']['reasoning_tokens'] == 14
+        for path, bodies in OFF.items():
+            for body in bodies:
+                said = json.dumps(post(state, path, model='m', **({'input': 'x'} if path == '/v1/responses' else {'messages': ask('x')}), **body))
+                assert 'It is 4.' in said and 'Hm' not in said and '"reasoning_tokens": 14' not in said, (path, body, said)

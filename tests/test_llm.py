@@ -323,3 +323,12 @@ def test_what_is_in_force_is_told():
         assert (told['runner'], told['device'], told['card']) == ('spec', 'cpu', None)
         assert dict(llm.facts())['device'].startswith('cpu with') and 'spec with' in repr(llm)
     with pytest.raises(SparkinferError, match='device cuda:0 and runner spec contradict'): load(device='cuda:0')
+
+def test_a_wrong_type_is_one_line(llm):
+    "Guards against a TypeError from somewhere inside"
+    for call in (lambda: LLM.load(None), lambda: LLM.load(7), lambda: MemorySettings(cache_file=5), lambda: MemorySettings(cache_file='a\0b'), lambda: MemorySettings(spill_mb=1, spill_folder='')):
+        with pytest.raises(SparkinferError, match='a model is a name|must be the name of'): call()
+    for knobs in (dict(stop_token_ids=None), dict(stop_token_ids=5), dict(stop_token_ids='5'), dict(variables=[1]), dict(variables={5: 5})):
+        with pytest.raises(RequestError, match='stop_token_ids|variables'): llm.chat('x', **knobs)
+    for name, value in (('context', '512'), ('threads', '2'), ('threads', True), ('context', 0)):
+        with pytest.raises(RequestError, match=f'{name} must be a whole number'): LLM.load('smollm2', progress=False, **{name: value})

@@ -120,6 +120,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name == 'n': put(name, knob.check(name, value))
         put('stop', _check_stop(self.stop))
+        if isinstance(self.stop_token_ids, (str, bytes)) or not hasattr(self.stop_token_ids, '__iter__'): raise RequestError(f"'stop_token_ids' must be a list of token ids, not {self.stop_token_ids!r}", 'stop_token_ids')
         put('stop_token_ids', tuple(_check_id('stop_token_ids', i) for i in self.stop_token_ids))
         put('logit_bias', _check_bias(self.logit_bias))
         for name, kind in (('grammar', Grammar), ('reasoning', ReasoningBudget)):

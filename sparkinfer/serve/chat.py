@@ -316,7 +316,8 @@ def constrained(call: ChatCall, prompt: Prompt, tokenizer) -> SamplingParams:
     if not markup.think_close: return replace(call.params, grammar=grammar)
     close, open = (tuple(tokenizer.encode(text, special=True, add_bos=False)) for text in (markup.think_close, markup.think_open))
     off = call.thinking is False or call.effort == 'none' or call.budget == 0
-    reasoning = ReasoningBudget(call.budget, close, prompt.opened, () if prompt.opened or prompt.said or off else open)
+    never = prompt.opened or prompt.said or off and grammar is not None                # a grammar begins at once when no reasoning is wanted
+    reasoning = ReasoningBudget(0 if off and not prompt.opened else call.budget, close, prompt.opened, () if never else open)      # what a model opens by itself, against what was asked, is closed at once
     return replace(call.params, grammar=replace(grammar, after=close) if grammar is not None else None, reasoning=reasoning)
 
 def chat_job(call: ChatCall, engine, writer: Writer) -> Job:

@@ -365,6 +365,7 @@ class ResponseStore:
         return kept
 
     def item(self, id: str, param: str) -> dict:
+        if not isinstance(id, str): raise wrong(param, 'must name an item by its id, a string')
         with self.lock: item = self.made.get(id)
         if item is None: raise self.unknown('item', id, param)
         return item
@@ -611,7 +612,7 @@ def input_items(body, context):
     "A page of the conversation that led to a response: newest first, unless `order=asc`"
     items, query = list(store_of(context).get(context.path['id']).items), context.query
     limit, order = query.get('limit', '20'), query.get('order', 'desc')
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= 100): raise wrong('limit', 'must be between 1 and 100')
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 10 and 1 <= int(limit) <= 100): raise wrong('limit', 'must be between 1 and 100')
     if order not in ('asc', 'desc'): raise wrong('order', 'must be asc or desc')
     if order == 'desc': items.reverse()
     if (after := query.get('after')) is not None:
