@@ -123,10 +123,13 @@ def conversation(body: CountBody) -> list[dict]:
 def check_prefill(body: CountBody, message: dict):
     "ApiError 400 for a last message of the assistant, `message` for the template, with which an answer cannot go on"
     content = body.messages[-1].content
-    if isinstance(content, list) and content and content[-1]['type'] != 'text': raise wrong('messages', f"must not end with a block of type {content[-1]['type']}: what an answer goes on with is text")
-    if message['content'].rstrip() != message['content']: raise wrong('messages', 'must not end with white space: the text of the last message, with which the answer goes on, does')
+    if isinstance(content, list) and content and content[-1]['type'] != 'text':
+        raise wrong('messages', f"must not end with a block of type {content[-1]['type']}: what an answer goes on with is text")
+    if message['content'].rstrip() != message['content']:
+        raise wrong('messages', 'must not end with white space: the text of the last message, with which the answer goes on, does')
     if message['content'] and (body.thinking or {}).get('type') in ('enabled', 'adaptive'):
-        raise wrong('thinking', 'must be disabled or absent where the answer goes on with a last message of the assistant: its thinking is over', 'unsupported_prefill')
+        raise wrong('thinking', 'must be disabled or absent where the answer goes on with a last message of the assistant: its thinking is over',
+                    'unsupported_prefill')
 
 # %% ../../nbs/serve/04_anthropic.ipynb #a75b8567
 def thinking_of(body: CountBody):

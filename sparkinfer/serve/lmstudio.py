@@ -61,7 +61,8 @@ class LmWriter(Writer):
     def ending(self, choice, answer): return self.inner.ending(choice, answer)
     def failure(self, error): return self.inner.failure(error)
     def call_id(self, choice, call): return self.inner.call_id(choice, call)
-    def closing(self, answers, usage): return sse(self.inner.envelope(self.inner.chunk_kind, [], usage=openai.usage_dict(usage), **about(answers, self.engine))) + DONE
+    def closing(self, answers, usage):
+        return sse(self.inner.envelope(self.inner.chunk_kind, [], usage=openai.usage_dict(usage), **about(answers, self.engine))) + DONE
     def response(self, answers, usage): return {**self.inner.response(answers, usage), **about(answers, self.engine)}
 
 def with_numbers(prepare):
@@ -79,7 +80,8 @@ def capabilities(engine) -> list: return ['tool_use'] if Markup.from_template(en
 
 def model_entry(engine) -> dict:
     card = card_of(engine)
-    return dict(id=engine.name, object='model', type='llm', publisher=card.publisher, arch=card.architecture, compatibility_type=card.format, quantization=card.quantization, state='loaded',
+    return dict(id=engine.name, object='model', type='llm', publisher=card.publisher, arch=card.architecture, compatibility_type=card.format,
+                quantization=card.quantization, state='loaded',
                 max_context_length=card.context_length or engine.max_context, loaded_context_length=engine.max_context, capabilities=capabilities(engine))
 
 def list_models(body, context: Context) -> dict:
@@ -88,7 +90,9 @@ def list_models(body, context: Context) -> dict:
 
 def one_model(body, context: Context) -> dict:
     "The model, under any name unless the settings say `strict_models`, as `/v1/models/NAME` has it"
-    if context.settings.strict_models and context.path['model'] != context.engine.name: raise ApiError(404, f"the model {context.path['model'][:200]!r} does not exist here; this server has {context.engine.name!r}", param='model', code='model_not_found')
+    if context.settings.strict_models and context.path['model'] != context.engine.name:
+        raise ApiError(404, f"the model {context.path['model'][:200]!r} does not exist here; this server has {context.engine.name!r}", param='model',
+                       code='model_not_found')
     return model_entry(context.engine)
 
 # %% ../../nbs/serve/06_lmstudio.ipynb #f31a870d
@@ -103,6 +107,7 @@ class LmDialect(Dialect):
 
 V1 = LmDialect()
 
+# %% ../../nbs/serve/06_lmstudio.ipynb #8d40c2f7
 class LmInput(Body):
     "What `/api/v1/chat` takes"
     model: str | None = None
@@ -145,7 +150,9 @@ class V1Writer(Writer):
     open: str | None = None               # 'reasoning' or 'message'
 
     def event(self, kind, **fields) -> bytes: return f'event: {kind}\n'.encode() + sse(dict(type=kind, **fields))
-    def opening(self, usage): return self.event('chat.start', model_instance_id=self.model) + self.event('prompt_processing.start') + self.event('prompt_processing.progress', progress=0.0)
+    def opening(self, usage):
+        begun = self.event('chat.start', model_instance_id=self.model) + self.event('prompt_processing.start')
+        return begun + self.event('prompt_processing.progress', progress=0.0)
     def begin(self, kind):
         ended = b'' if self.open == kind else self.end()
         first = b'' if self.open == kind or kind is None else self.event(f'{kind}.start')
@@ -153,7 +160,8 @@ class V1Writer(Writer):
         return ended + first
     def end(self):
         if self.open is None: return b''
-        out, self.open = self.event('prompt_processing.progress', progress=1.0) + self.event('prompt_processing.end') if self.open == 'prompt' else self.event(f'{self.open}.end'), None
+        read = self.event('prompt_processing.progress', progress=1.0) + self.event('prompt_processing.end')
+        out, self.open = read if self.open == 'prompt' else self.event(f'{self.open}.end'), None
         return out
     def __post_init__(self): self.open = 'prompt'
 
@@ -166,16 +174,20 @@ class V1Writer(Writer):
         a, (rate, first, _) = answers[0], rates(answers[0])
         output = [dict(type=kind, content=text) for kind, text in (('reasoning', a.reasoning), ('message', a.content)) if text]
         if self.keep: self.keep(kept_answer(self, a))
-        return dict(model_instance_id=self.model, output=output, **(dict(response_id=f'resp_{self.id}') if self.keep else {}), stats=dict(input_tokens=a.usage.prompt_tokens, total_output_tokens=a.usage.completion_tokens, reasoning_output_tokens=a.usage.reasoning_tokens,
-                                                                          tokens_per_second=rate, time_to_first_token_seconds=first, stop_reason=stop_reason(a, self.engine)))
+        return dict(model_instance_id=self.model, output=output, **(dict(response_id=f'resp_{self.id}') if self.keep else {}),
+                    stats=dict(input_tokens=a.usage.prompt_tokens, total_output_tokens=a.usage.completion_tokens,
+                               reasoning_output_tokens=a.usage.reasoning_tokens,
+                               tokens_per_second=rate, time_to_first_token_seconds=first, stop_reason=stop_reason(a, self.engine)))
 
 # %% ../../nbs/serve/06_lmstudio.ipynb #b5f19e30
 def kept_answer(writer: V1Writer, answer: Answer) -> dict:
     "An answer as `/v1/responses` would have written it"
-    thought = [dict(id=f'rs_{writer.id}', type='reasoning', summary=[], content=[dict(type='reasoning_text', text=answer.reasoning)])] if answer.reasoning else []
+    thought = [dict(id=f'rs_{writer.id}', type='reasoning', summary=[],
+                    content=[dict(type='reasoning_text', text=answer.reasoning)])] if answer.reasoning else []
     said = dict(id=f'msg_{writer.id}', type='message', role='assistant', status='incomplete' if answer.reason == 'length' else 'completed',
                 content=[dict(type='output_text', text=answer.content, annotations=[])])
-    return dict(id=f'resp_{writer.id}', object='response', created_at=writer.created, status=said['status'], model=writer.model, output=[*thought, said], usage=responses.usage_dict(answer.usage))
+    return dict(id=f'resp_{writer.id}', object='response', created_at=writer.created, status=said['status'], model=writer.model, output=[*thought, said],
+                usage=responses.usage_dict(answer.usage))
 
 def said_before(body: LmInput, store) -> list:
     "The conversation with this request's input, as items of `/v1/responses`"
@@ -190,9 +202,12 @@ def prepare_v1(body: LmInput, context: Context) -> Job:
     "Raises ApiError or RequestError"
     engine, refuse = context.engine, lambda param, what: ApiError(400, f"'{param}': {what}", param=param, code='unsupported_parameter')
     if body.integrations: raise refuse('integrations', 'this server calls no tools by itself')
-    if body.context_length is not None and not 1 <= body.context_length <= engine.max_context: raise refuse('context_length', f'this model was loaded with a context of {engine.max_context:,}')
-    if body.reasoning is not None and body.reasoning not in _REASONING: raise ApiError(400, f"'reasoning' must be one of {', '.join(_REASONING)}, not {body.reasoning[:40]!r}", param='reasoning')
-    if body.reasoning not in (None, 'off') and not Markup.from_template(engine.template.source if engine.template else None).think_open: raise refuse('reasoning', 'this model does not reason')
+    if body.context_length is not None and not 1 <= body.context_length <= engine.max_context:
+        raise refuse('context_length', f'this model was loaded with a context of {engine.max_context:,}')
+    if body.reasoning is not None and body.reasoning not in _REASONING:
+        raise ApiError(400, f"'reasoning' must be one of {', '.join(_REASONING)}, not {body.reasoning[:40]!r}", param='reasoning')
+    if body.reasoning not in (None, 'off') and not Markup.from_template(engine.template.source if engine.template else None).think_open:
+        raise refuse('reasoning', 'this model does not reason')
     same = {name: getattr(body, name) for name in ('temperature', 'top_p', 'top_k', 'min_p')}
     try: params = SamplingParams(max_tokens=body.max_output_tokens, repetition_penalty=body.repeat_penalty, **same)
     except RequestError as e:
@@ -201,21 +216,26 @@ def prepare_v1(body: LmInput, context: Context) -> Job:
     store = responses.store_of(context)
     items, kept = said_before(body, store), body.store is not False and store.limit > 0
     size = len(to_json(items)) if kept else 0
-    writer = V1Writer(openai.served_model(body, context), engine.tokenizer, engine=engine, keep=(lambda response: store.put(response, items, size)) if kept else None)
+    writer = V1Writer(openai.served_model(body, context), engine.tokenizer, engine=engine,
+                      keep=(lambda response: store.put(response, items, size)) if kept else None)
     return chat_job(ChatCall(responses.conversation(items), params, stream=bool(body.stream), **_REASONING.get(body.reasoning, {})), engine, writer)
 
 def list_v1(body, context: Context) -> dict:
     "The one model, in the form of v1"
     engine, card = context.engine, card_of(context.engine)
-    return dict(models=[dict(type='llm', publisher=card.publisher, key=engine.name, display_name=engine.name, architecture=card.architecture, quantization=dict(name=card.quantization), size_bytes=card.nbytes, params_string=card.size_label,
-                             loaded_instances=[dict(id=engine.name, config=dict(context_length=engine.max_context))], max_context_length=card.context_length or engine.max_context, format=card.format,
+    return dict(models=[dict(type='llm', publisher=card.publisher, key=engine.name, display_name=engine.name, architecture=card.architecture,
+                             quantization=dict(name=card.quantization), size_bytes=card.nbytes, params_string=card.size_label,
+                             loaded_instances=[dict(id=engine.name, config=dict(context_length=engine.max_context))],
+                             max_context_length=card.context_length or engine.max_context, format=card.format,
                              capabilities=dict(vision=False, trained_for_tool_use=bool(capabilities(engine))))])
 
 # %% ../../nbs/serve/06_lmstudio.ipynb #9a0b1c2d
 _ONE_MODEL = 'this server serves the one model that it was started with'
 DIALECT = OPENAI                                         # v0's errors have OpenAI's shape
 
-ROUTES = [Route('/api/v0/chat/completions', LmChat, with_numbers(openai.prepare_chat)), Route('/api/v0/completions', LmCompletion, with_numbers(openai.prepare_completion)),
+ROUTES = [Route('/api/v0/chat/completions', LmChat, with_numbers(openai.prepare_chat)),
+          Route('/api/v0/completions', LmCompletion, with_numbers(openai.prepare_completion)),
           Route('/api/v0/models', None, list_models, 'GET', kind='answer'), Route('/api/v0/models/{model:path}', None, one_model, 'GET', kind='answer'),
           Route('/api/v1/chat', LmInput, prepare_v1, dialect=V1), Route('/api/v1/models', None, list_v1, 'GET', V1, kind='answer'),
-          *(Route(f'/api/v1/models/{name}', dialect=V1, kind='unsupported', reason=f'/api/v1/models/{name} is not supported: {_ONE_MODEL}') for name in ('load', 'unload', 'download'))]
+          *(Route(f'/api/v1/models/{name}', dialect=V1, kind='unsupported',
+                  reason=f'/api/v1/models/{name} is not supported: {_ONE_MODEL}') for name in ('load', 'unload', 'download'))]

@@ -80,22 +80,28 @@ class OllamaGenerate(OllamaBody):
     images: list | None = None
 
 # %% ../../nbs/serve/05_ollama.ipynb #a8d81601
-_APPLIED = {'seed': 'seed', 'temperature': 'temperature', 'top_k': 'top_k', 'top_p': 'top_p', 'min_p': 'min_p', 'repeat_penalty': 'repetition_penalty', 'presence_penalty': 'presence_penalty',
+_APPLIED = {'seed': 'seed', 'temperature': 'temperature', 'top_k': 'top_k', 'top_p': 'top_p', 'min_p': 'min_p', 'repeat_penalty': 'repetition_penalty',
+            'presence_penalty': 'presence_penalty',
             'frequency_penalty': 'frequency_penalty', 'num_predict': 'max_tokens', 'stop': 'stop'}
 _OFF = {'typical_p': 1, 'tfs_z': 1, 'mirostat': 0, 'penalize_newline': True}
-_LOADING = {'num_keep', 'num_batch', 'num_gpu', 'main_gpu', 'num_thread', 'numa', 'low_vram', 'use_mmap', 'use_mlock', 'f16_kv', 'logits_all', 'vocab_only', 'mirostat_tau', 'mirostat_eta'}
+_LOADING = {'num_keep', 'num_batch', 'num_gpu', 'main_gpu', 'num_thread', 'numa', 'low_vram', 'use_mmap', 'use_mlock', 'f16_kv', 'logits_all',
+            'vocab_only', 'mirostat_tau', 'mirostat_eta'}
 
 def _whole(name, value):
     if isinstance(value, bool) or not isinstance(value, int): raise ApiError(400, f"'options.{name}' must be an integer, not {json.dumps(value)[:40]}")
     return value
 
+# %% ../../nbs/serve/05_ollama.ipynb #f6b3c8e2
 def sampling_params(body: OllamaBody, engine) -> SamplingParams:
     "The engine's parameters, or ApiError 400"
     options = {name: value for name, value in (body.options or {}).items() if value is not None}
     for name, value in options.items():
-        if name in _OFF and value != _OFF[name]: raise ApiError(400, f"'options.{name}' is not supported by this server; {json.dumps(_OFF[name])} is the only value it may have")
-        if name not in (*_APPLIED, *_OFF, *_LOADING, 'num_ctx', 'repeat_last_n'): raise ApiError(400, f"'options.{name[:60]}' is not an option of this server; there are {', '.join([*_APPLIED, 'num_ctx', 'repeat_last_n'])}")
-    if (wanted := _whole('num_ctx', options.get('num_ctx', 0))) > engine.max_context: raise ApiError(400, f"'options.num_ctx' is {wanted:,}, but this model was loaded with a context of {engine.max_context:,}")
+        if name in _OFF and value != _OFF[name]:
+            raise ApiError(400, f"'options.{name}' is not supported by this server; {json.dumps(_OFF[name])} is the only value it may have")
+        if name not in (*_APPLIED, *_OFF, *_LOADING, 'num_ctx', 'repeat_last_n'):
+            raise ApiError(400, f"'options.{name[:60]}' is not an option of this server; there are {', '.join([*_APPLIED, 'num_ctx', 'repeat_last_n'])}")
+    if (wanted := _whole('num_ctx', options.get('num_ctx', 0))) > engine.max_context:
+        raise ApiError(400, f"'options.num_ctx' is {wanted:,}, but this model was loaded with a context of {engine.max_context:,}")
     if body.top_logprobs is not None and not body.logprobs: raise ApiError(400, "'top_logprobs' is only allowed when 'logprobs' is true")
     if not 0 <= (body.top_logprobs or 0) <= 20: raise ApiError(400, f"'top_logprobs' must be between 0 and 20, not {body.top_logprobs}")
     chosen = {ours: options[theirs] for theirs, ours in _APPLIED.items() if theirs in options}
@@ -113,7 +119,8 @@ def _look_back(options, chosen, engine):
     if 'repeat_last_n' not in options: return
     window, penalty = _whole('repeat_last_n', options['repeat_last_n']), chosen.get('repetition_penalty', engine.defaults.repetition_penalty)
     if window == 0: chosen['repetition_penalty'] = 1.0
-    elif -1 != window < engine.max_context and penalty != 1: raise ApiError(400, f"'options.repeat_last_n' may be -1 (the penalty looks at everything) or 0 (no penalty), not {window}")
+    elif -1 != window < engine.max_context and penalty != 1:
+        raise ApiError(400, f"'options.repeat_last_n' may be -1 (the penalty looks at everything) or 0 (no penalty), not {window}")
 
 def _in_their_words(error):
     "A message of the engine with Ollama's names of the fields"
@@ -128,7 +135,8 @@ def _calls(calls, place, made):
     out = []
     for k, call in enumerate(calls or []):
         function = call.get('function') if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get('name'), str): raise ApiError(400, f"'{place}.tool_calls[{k}]' must be an object with a function and its name")
+        if not isinstance(function, dict) or not isinstance(function.get('name'), str):
+            raise ApiError(400, f"'{place}.tool_calls[{k}]' must be an object with a function and its name")
         if not isinstance(function.get('arguments', {}), dict): raise ApiError(400, f"'{place}.tool_calls[{k}].function.arguments' must be an object")
         name = call['id'] if isinstance(call.get('id'), str) and call['id'] else f'call_{made + k}'
         out.append(dict(id=name, type='function', function=dict(name=function['name'], arguments=function.get('arguments', {}))))
@@ -139,7 +147,8 @@ def template_messages(messages: list) -> list[dict]:
     out, open_calls, made = [], [], 0
     for k, m in enumerate(messages):
         place = f'messages[{k}]'
-        if m.role not in ('system', 'user', 'assistant', 'tool'): raise ApiError(400, f"'{place}.role' must be system, user, assistant or tool, not {m.role[:40]!r}")
+        if m.role not in ('system', 'user', 'assistant', 'tool'):
+            raise ApiError(400, f"'{place}.role' must be system, user, assistant or tool, not {m.role[:40]!r}")
         refuse_images(m.images, f'{place}.images')
         message = dict(role=m.role, content=m.content or '')
         if m.role == 'assistant':
@@ -148,13 +157,16 @@ def template_messages(messages: list) -> list[dict]:
             made, open_calls = made + len(calls), open_calls + calls
         elif m.tool_calls: raise ApiError(400, f"'{place}': only assistant messages may have tool calls")
         if m.role == 'tool':
-            answered = next((c for c in open_calls if m.tool_call_id == c['id'] or m.tool_call_id is None and m.tool_name in (None, c['function']['name'])), None)
+            fits = lambda call: m.tool_call_id == call['id'] or m.tool_call_id is None and m.tool_name in (None, call['function']['name'])
+            answered = next(filter(fits, open_calls), None)
             if answered: open_calls.remove(answered)
-            message |= {key: value for key, value in dict(tool_call_id=m.tool_call_id or answered and answered['id'], name=m.tool_name or answered and answered['function']['name']).items() if value}
+            message |= {key: value for key, value in dict(tool_call_id=m.tool_call_id or answered and answered['id'],
+                                                          name=m.tool_name or answered and answered['function']['name']).items() if value}
         out.append(message)
     return out
 
-def offered(tools) -> list: return [dict(t, type=t.get('type', 'function')) if isinstance(t, dict) else t for t in tools or []]      # some clients leave the type out
+def offered(tools) -> list:
+    return [dict(t, type=t.get('type', 'function')) if isinstance(t, dict) else t for t in tools or []]      # some clients leave the type out
 
 # %% ../../nbs/serve/05_ollama.ipynb #cbb21b41
 _EFFORTS = {'low': 'low', 'medium': 'medium', 'high': 'high', 'max': 'xhigh'}
@@ -165,7 +177,8 @@ def markup_of(engine) -> Markup: return Markup.from_template(engine.template.sou
 def thinking_of(think, engine) -> dict:
     "`think` as fields of a ChatCall, or ApiError 400"
     if think is None: return {}
-    if not isinstance(think, bool) and (not isinstance(think, str) or think not in _EFFORTS): raise ApiError(400, f"'think' must be true, false, {', '.join(_EFFORTS)}, not {json.dumps(think)[:40]}")
+    if not isinstance(think, bool) and (not isinstance(think, str) or think not in _EFFORTS):
+        raise ApiError(400, f"'think' must be true, false, {', '.join(_EFFORTS)}, not {json.dumps(think)[:40]}")
     if think and not markup_of(engine).think_open: raise ApiError(400, f'"{engine.name}" does not support thinking')
     return dict(thinking=think) if isinstance(think, bool) else dict(thinking=True, effort=_EFFORTS[think])
 
@@ -179,7 +192,8 @@ def unloads(keep_alive) -> bool:
     "Whether `keep_alive` is no time at all; ApiError 400 if it is no time"
     if keep_alive is None: return False
     if isinstance(keep_alive, str) and _DURATION.fullmatch(keep_alive): return not any(c in '123456789' for c in keep_alive)
-    if isinstance(keep_alive, bool) or not isinstance(keep_alive, (int, float)): raise ApiError(400, f"'keep_alive' must be seconds or a duration such as \"5m\", not {json.dumps(keep_alive)[:40]}")
+    if isinstance(keep_alive, bool) or not isinstance(keep_alive, (int, float)):
+        raise ApiError(400, f"'keep_alive' must be seconds or a duration such as \"5m\", not {json.dumps(keep_alive)[:40]}")
     return keep_alive == 0
 
 # %% ../../nbs/serve/05_ollama.ipynb #d715e2c3
@@ -190,16 +204,19 @@ def token_entry(token_id, logprob, tokenizer) -> dict:
 def line_logprobs(entries, tokenizer) -> dict:
     "`logprobs` of a line, if there are any"
     if not entries: return {}
-    return dict(logprobs=[dict(token_entry(e.token_id, e.logprob, tokenizer), **(dict(top_logprobs=[token_entry(*t, tokenizer) for t in e.top]) if e.top else {})) for e in entries])
+    return dict(logprobs=[dict(token_entry(e.token_id, e.logprob, tokenizer),
+                               **(dict(top_logprobs=[token_entry(*t, tokenizer) for t in e.top]) if e.top else {})) for e in entries])
 
 def counters(answer: Answer) -> dict:
     "The last fields of a last line"
     t, ns = answer.timing, lambda begin, end: max(0, round(1e9 * (end - begin)))
     started = t.finished if t.started is None else t.started
     first = t.finished if t.first_token is None else t.first_token
-    return dict(done=True, done_reason='length' if answer.reason == 'length' else 'stop', total_duration=ns(t.queued, t.finished), load_duration=ns(t.queued, started), prompt_eval_count=answer.usage.prompt_tokens,
+    return dict(done=True, done_reason='length' if answer.reason == 'length' else 'stop', total_duration=ns(t.queued, t.finished),
+                load_duration=ns(t.queued, started), prompt_eval_count=answer.usage.prompt_tokens,
                 prompt_eval_duration=ns(started, first), eval_count=answer.usage.completion_tokens, eval_duration=ns(first, t.finished))
 
+# %% ../../nbs/serve/05_ollama.ipynb #0ad94b7f
 @dataclass
 class OllamaWriter(Writer):
     "One object a line; subclasses say where the text stands in it"
@@ -222,7 +239,8 @@ class OllamaWriter(Writer):
         if text is None and logprobs: text = self.text()
         return self.line(text, logprobs) if text else b''
 
-    def call(self, number, name, arguments): return dict(id=self.call_id(0, number), function=dict(index=number, name=name, arguments=json.loads(arguments or '{}')))
+    def call(self, number, name, arguments):
+        return dict(id=self.call_id(0, number), function=dict(index=number, name=name, arguments=json.loads(arguments or '{}')))
     def closing(self, answers, usage): return to_json(self.body(self.text(), **counters(answers[0]))) + b'\n'
     def failure(self, error): return to_json(DIALECT.error(error)) + b'\n'
     def response(self, answers, usage):
@@ -233,7 +251,8 @@ class OllamaWriter(Writer):
 # %% ../../nbs/serve/05_ollama.ipynb #ce532692
 class ChatLines(OllamaWriter):
     def text(self, content='', thinking='', calls=()):
-        return dict(message=dict(role='assistant', content=content, **(dict(thinking=thinking) if thinking else {}), **(dict(tool_calls=list(calls)) if calls else {})))
+        return dict(message=dict(role='assistant', content=content, **(dict(thinking=thinking) if thinking else {}),
+                                 **(dict(tool_calls=list(calls)) if calls else {})))
 
 class GenerateLines(OllamaWriter):
     def text(self, content='', thinking='', calls=()): return dict(response=content, **(dict(thinking=thinking) if thinking else {}))
@@ -269,7 +288,8 @@ def prepare_generate(body: OllamaGenerate, context: Context) -> Job | dict:
     if raw and body.system: raise ApiError(400, "'system' has no place in a raw prompt")
     if raw and thinking.get('thinking'): raise ApiError(400, "'think' has no place beside a raw prompt")
     messages = [dict(role=role, content=text) for role, text in (('system', body.system), ('user', body.prompt)) if text]
-    return chat_job(ChatCall(messages, params, format=form, stream=body.stream is not False, prompt_ids=engine.encode_prompt(body.prompt) if raw else None, **thinking), engine, writer)
+    return chat_job(ChatCall(messages, params, format=form, stream=body.stream is not False, prompt_ids=engine.encode_prompt(body.prompt) if raw else None,
+                             **thinking), engine, writer)
 
 # %% ../../nbs/serve/05_ollama.ipynb #5e4fa403
 class NamedModel(Body):
@@ -279,18 +299,21 @@ class NamedModel(Body):
 
 def details(engine) -> dict:
     card = card_of(engine)
-    return dict(parent_model='', format=card.format, family=card.architecture, families=[card.architecture], parameter_size=card.size_label, quantization_level=card.quantization)
+    return dict(parent_model='', format=card.format, family=card.architecture, families=[card.architecture], parameter_size=card.size_label,
+                quantization_level=card.quantization)
 
 def entry(engine) -> dict:
     card = card_of(engine)
     return dict(name=tagged(engine.name), model=tagged(engine.name), size=card.nbytes, digest=card.digest, details=details(engine))
 
-def tags(body, context: Context) -> dict: return dict(models=[dict(entry(context.engine), modified_at=iso(card_of(context.engine).modified or context.created))])
+def tags(body, context: Context) -> dict:
+    return dict(models=[dict(entry(context.engine), modified_at=iso(card_of(context.engine).modified or context.created))])
 
 def running(body, context: Context) -> dict:
     engine = context.engine
     memory = card_of(engine).nbytes + (engine.capacity.nbytes if engine.capacity else 0)
-    return dict(models=[dict(entry(engine), size=memory, size_vram=memory if card_of(engine).device == 'cuda' else 0, expires_at='9999-12-31T23:59:59Z', context_length=engine.max_context)])
+    return dict(models=[dict(entry(engine), size=memory, size_vram=memory if card_of(engine).device == 'cuda' else 0, expires_at='9999-12-31T23:59:59Z',
+                             context_length=engine.max_context)])
 
 def version(body, context: Context) -> dict: return dict(version=API_VERSION)
 
@@ -303,16 +326,21 @@ def show(body: NamedModel, context: Context) -> dict:
     served_name(body.model or body.name, context)
     d = engine.defaults
     parameters = dict(num_ctx=engine.max_context, temperature=d.temperature, top_k=d.top_k, top_p=d.top_p, min_p=d.min_p, repeat_penalty=d.repetition_penalty)
-    info = {'general.architecture': card.architecture, 'general.parameter_count': card.parameters, f'{card.architecture}.context_length': card.context_length or engine.max_context, **card.numbers}
-    return dict(license=card.license, modelfile=f'# served by sparkinfer\nFROM {engine.name}\n', parameters='\n'.join(f'{name:<30} {value}' for name, value in parameters.items()),
-                template=engine.template.source if engine.template else '{{ .Prompt }}', details=details(engine), model_info=info, capabilities=capabilities(engine), modified_at=iso(card.modified or context.created))
+    info = {'general.architecture': card.architecture, 'general.parameter_count': card.parameters,
+            f'{card.architecture}.context_length': card.context_length or engine.max_context, **card.numbers}
+    return dict(license=card.license, modelfile=f'# served by sparkinfer\nFROM {engine.name}\n',
+                parameters='\n'.join(f'{name:<30} {value}' for name, value in parameters.items()),
+                template=engine.template.source if engine.template else '{{ .Prompt }}', details=details(engine), model_info=info,
+                capabilities=capabilities(engine), modified_at=iso(card.modified or context.created))
 
 # %% ../../nbs/serve/05_ollama.ipynb #d2f2ba35
 _ONE_MODEL = 'this server serves the one model that it was started with'
 
-def _unsupported(path, method='POST'): return Route(path, method=method, dialect=DIALECT, kind='unsupported', reason=f'{path.removesuffix("/{digest}")} is not supported: {_ONE_MODEL}')
+def _unsupported(path, method='POST'):
+    return Route(path, method=method, dialect=DIALECT, kind='unsupported', reason=f'{path.removesuffix("/{digest}")} is not supported: {_ONE_MODEL}')
 
 ROUTES = [Route('/api/chat', OllamaChat, prepare_chat, dialect=DIALECT), Route('/api/generate', OllamaGenerate, prepare_generate, dialect=DIALECT),
           Route('/api/show', NamedModel, show, dialect=DIALECT, kind='answer'), Route('/api/tags', None, tags, 'GET', DIALECT, kind='answer'),
           Route('/api/ps', None, running, 'GET', DIALECT, kind='answer'), Route('/api/version', None, version, 'GET', DIALECT, public=True, kind='answer'),
-          *(_unsupported(f'/api/{name}') for name in ('pull', 'push', 'create', 'copy')), _unsupported('/api/delete', 'DELETE'), _unsupported('/api/blobs/{digest}', 'POST')]
+          *(_unsupported(f'/api/{name}') for name in ('pull', 'push', 'create', 'copy')),
+          _unsupported('/api/delete', 'DELETE'), _unsupported('/api/blobs/{digest}', 'POST')]

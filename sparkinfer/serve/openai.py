@@ -23,6 +23,7 @@ from .protocol import DONE, OPENAI, ApiError, Body, Context, Envelope, Route, fi
 class StreamOptions(Body):
     include_usage: bool | None = None
 
+# %% ../../nbs/serve/02_openai.ipynb #a6d05e31
 class GenerationBody(Body):
     "What chat and plain completions share. `top_k`, `min_p`, the repetition penalty and `stop_token_ids` are extensions in wide use."
     model: str | None = None
@@ -100,7 +101,8 @@ class CompletionBody(GenerationBody):
     best_of: int | None = None
 
 # %% ../../nbs/serve/02_openai.ipynb #8b9adfc2
-_UNSUPPORTED = {'functions': "functions, which 'tools' replaced,", 'function_call': "functions, which 'tools' replaced,", 'audio': 'audio', 'web_search_options': 'web search',
+_UNSUPPORTED = {'functions': "functions, which 'tools' replaced,", 'function_call': "functions, which 'tools' replaced,", 'audio': 'audio',
+                'web_search_options': 'web search',
                 'prompt_embeds': 'prompt embeddings', 'input_embeds': 'prompt embeddings'}
 
 def not_yet(param, what):
@@ -116,24 +118,29 @@ def refuse_unsupported(body: GenerationBody):
 def _stops(stop):
     if stop is None: return ()
     stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops): raise ApiError(400, "'stop' must be a non-empty string or a list of them", param='stop')
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        raise ApiError(400, "'stop' must be a non-empty string or a list of them", param='stop')
     if len(stops) > 4: raise ApiError(400, f"'stop' may hold 4 strings, not {len(stops)}", param='stop')
     return tuple(stops)
 
 def _bias(bias):
     for key, value in (bias or {}).items():
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 12): raise ApiError(400, f"'logit_bias' must map token ids to numbers: {key!r} is no token id", param='logit_bias')
-        if isinstance(value, bool) or not isinstance(value, (int, float)): raise ApiError(400, f"'logit_bias' of token {key} must be a number", param='logit_bias')
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 12):
+            raise ApiError(400, f"'logit_bias' must map token ids to numbers: {key!r} is no token id", param='logit_bias')
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ApiError(400, f"'logit_bias' of token {key} must be a number", param='logit_bias')
     return {int(key): value for key, value in (bias or {}).items()}
 
 def sampling_params(body: GenerationBody, logprobs: int | None, max_choices: int) -> SamplingParams:
     "The engine's parameters, or RequestError / ApiError"
-    if body.stream_options is not None and not body.stream: raise ApiError(400, "'stream_options' is only allowed when 'stream' is true", param='stream_options')
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "'stream_options' is only allowed when 'stream' is true", param='stream_options')
     if body.n is not None and body.n > max_choices: raise ApiError(400, f"'n' may be at most {max_choices} on this server, not {body.n}", param='n')
     same = ('temperature', 'top_p', 'top_k', 'min_p', 'presence_penalty', 'frequency_penalty', 'seed')
     limit = 'max_tokens' if body.max_completion_tokens is None else 'max_completion_tokens'
     repetition = body.repeat_penalty if body.repetition_penalty is None else body.repetition_penalty
-    try: return SamplingParams(max_tokens=getattr(body, limit), n=1 if body.n is None else body.n, repetition_penalty=repetition, stop=_stops(body.stop), stop_token_ids=tuple(body.stop_token_ids or ()), ignore_eos=bool(body.ignore_eos),
+    try: return SamplingParams(max_tokens=getattr(body, limit), n=1 if body.n is None else body.n, repetition_penalty=repetition, stop=_stops(body.stop),
+                               stop_token_ids=tuple(body.stop_token_ids or ()), ignore_eos=bool(body.ignore_eos),
                           logit_bias=_bias(body.logit_bias), logprobs=logprobs, **{name: getattr(body, name) for name in same})
     except RequestError as e:
         if e.param == 'max_tokens' != limit: raise RequestError(str(e).replace('max_tokens', limit), limit, e.code) from None
@@ -149,7 +156,8 @@ def _content(content, path):
     texts = []
     for k, part in enumerate(content):
         kind = part.get('type') if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind in _MEDIA: raise ApiError(400, f"'{path}[{k}]': {_MEDIA[kind]} are not supported: this model reads text only", param='messages', code='unsupported_content')
+        if isinstance(kind, str) and kind in _MEDIA:
+            raise ApiError(400, f"'{path}[{k}]': {_MEDIA[kind]} are not supported: this model reads text only", param='messages', code='unsupported_content')
         text = part.get('refusal' if kind == 'refusal' else 'text') if kind in ('text', 'input_text', 'output_text', 'refusal') else None
         if not isinstance(text, str): raise ApiError(400, f"'{path}[{k}]' must be a part such as {{\"type\": \"text\", \"text\": \"…\"}}", param='messages')
         texts.append(text)
@@ -167,7 +175,8 @@ def _calls(calls, path):
         if isinstance(arguments, str):
             try: arguments = json.loads(arguments or '{}')
             except (ValueError, RecursionError): pass
-        if not isinstance(arguments, dict | None): raise ApiError(400, f"'{here}.arguments' must be the JSON text of an object, not {str(arguments)[:60]!r}", param='messages')
+        if not isinstance(arguments, dict | None):
+            raise ApiError(400, f"'{here}.arguments' must be the JSON text of an object, not {str(arguments)[:60]!r}", param='messages')
         out.append(dict(id=call.get('id') or f'call_{k}', type='function', function=dict(name=function['name'], arguments=arguments or {})))
     return out
 
@@ -197,7 +206,8 @@ def template_messages(messages: list) -> list[dict]:
 def continuing(body, messages: list) -> dict:
     "`continues` and `begins` for a ChatCall"
     on, new, last = body.continue_final_message, body.add_generation_prompt, messages[-1]
-    if on and new: raise ApiError(400, "'continue_final_message' and 'add_generation_prompt' contradict each other: set one of them", param='continue_final_message')
+    if on and new:
+        raise ApiError(400, "'continue_final_message' and 'add_generation_prompt' contradict each other: set one of them", param='continue_final_message')
     if on is None and new is None: on = last['role'] == 'assistant' and not last.get('tool_calls')
     return dict(continues=bool(on), begins=new is not False)
 
@@ -208,12 +218,15 @@ def tools_of(body) -> tuple:
     if isinstance(choice, str) and choice in ('auto', 'none', 'required'): return tools, choice
     kind = choice.get('type', 'function') if isinstance(choice, dict) else None
     bad = ApiError(400, "'tool_choice' must be none, auto, required or {\"type\": \"function\", \"function\": {\"name\": …}}", param='tool_choice')
-    name_of = lambda tool: ((f := tool.get('function')).get('name') if isinstance(tool.get('function'), dict) else tool.get('name')) if isinstance(tool, dict) else None
+    def name_of(tool):
+        if not isinstance(tool, dict): return None
+        return tool['function'].get('name') if isinstance(tool.get('function'), dict) else tool.get('name')
     if kind == 'function':
         if not isinstance(name_of(choice), str): raise bad
         return tools, dict(name=name_of(choice))
     allowed = choice.get('allowed_tools') if kind == 'allowed_tools' else None
-    if not isinstance(tools, list) or not isinstance(allowed, dict) or not isinstance(allowed.get('tools'), list) or allowed.get('mode', 'auto') not in ('auto', 'required'): raise bad
+    if not isinstance(tools, list) or not isinstance(allowed, dict) or not isinstance(allowed.get('tools'), list): raise bad
+    if allowed.get('mode', 'auto') not in ('auto', 'required'): raise bad
     names = [name_of(tool) for tool in allowed['tools']]
     return [tool for tool in tools if name_of(tool) in names], allowed.get('mode', 'auto')
 
@@ -257,7 +270,8 @@ def format_of(body: GenerationBody) -> Grammar | None:
         if (value := getattr(body, name)) is not None: found[name] = _grammar(name, value, name)
     if (outputs := body.structured_outputs) is not None:
         names = [n for n in ('json', 'regex', 'choice', 'grammar', 'json_object') if isinstance(outputs, dict) and outputs.get(n) not in (None, False)]
-        if len(names) != 1: raise ApiError(400, "'structured_outputs' must be an object with one of json, regex, choice, grammar or json_object", param='structured_outputs')
+        if len(names) != 1:
+            raise ApiError(400, "'structured_outputs' must be an object with one of json, regex, choice, grammar or json_object", param='structured_outputs')
         found['structured_outputs'] = _grammar(names[0], outputs[names[0]], 'structured_outputs')
     found = {name: grammar for name, grammar in found.items() if grammar is not None}
     if len(found) > 1: raise ApiError(400, f"{' and '.join(map(repr, found))} contradict each other: set one of them", param=list(found)[1])
@@ -274,13 +288,16 @@ def reasoning_of(body: ChatBody) -> dict:
         if not isinstance(r.get(key), kind | None): raise bad(f'reasoning.{key}', what)
     if t.get('type') not in (None, 'enabled', 'disabled', 'adaptive', 'auto'): raise bad('thinking.type', 'enabled, disabled or adaptive')
     budget, names = None, ('thinking_budget', 'thinking_budget_tokens', 'thinking_token_budget')
-    for name, value in (('reasoning.max_tokens', r.get('max_tokens')), ('thinking.budget_tokens', t.get('budget_tokens')), *((n, getattr(body, n)) for n in names)):
+    for name, value in (('reasoning.max_tokens', r.get('max_tokens')), ('thinking.budget_tokens', t.get('budget_tokens')),
+                        *((n, getattr(body, n)) for n in names)):
         if value is None: continue
-        if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 1 << 31: raise bad(name, 'a number of tokens: at least 0, or -1 for no limit')
+        if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 1 << 31:
+            raise bad(name, 'a number of tokens: at least 0, or -1 for no limit')
         budget = None if value == -1 else value
     switches = [body.enable_thinking, r.get('enabled'), {'enabled': True, 'disabled': False}.get(t.get('type'))]
     effort = r.get('effort') if body.reasoning_effort is None else body.reasoning_effort
-    return dict(thinking=next((s for s in switches if s is not None), None), effort=effort, budget=budget, exclude=bool(r.get('exclude')) or body.include_reasoning is False)
+    return dict(thinking=next((s for s in switches if s is not None), None), effort=effort, budget=budget,
+                exclude=bool(r.get('exclude')) or body.include_reasoning is False)
 
 # %% ../../nbs/serve/02_openai.ipynb #992d9c06
 def prompt_ids(prompt, engine) -> list:
@@ -314,6 +331,7 @@ def usage_dict(usage: AnswerUsage) -> dict:
     return dict(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, total_tokens=usage.total_tokens,
                 prompt_tokens_details=dict(cached_tokens=usage.cached_tokens), completion_tokens_details=dict(reasoning_tokens=usage.reasoning_tokens))
 
+# %% ../../nbs/serve/02_openai.ipynb #c3f7a9d0
 @dataclass
 class OpenAIWriter(Writer):
     "What chat and plain completions have in common"
@@ -327,7 +345,8 @@ class OpenAIWriter(Writer):
     envelopes: dict = field(default_factory=dict)    # of the pieces that only differ in their text
 
     def envelope(self, kind, choices, **more):
-        return dict(id=self.prefix + self.id, object=kind, created=self.created, model=self.model, system_fingerprint=f'sparkinfer-{sparkinfer.__version__}', choices=choices, **more)
+        return dict(id=self.prefix + self.id, object=kind, created=self.created, model=self.model,
+                    system_fingerprint=f'sparkinfer-{sparkinfer.__version__}', choices=choices, **more)
     def chunk(self, choice, **more) -> bytes:
         "One event with one choice, and before the first of a choice what begins it"
         begin = b'' if choice['index'] in self.started else self.begin(choice['index'])
@@ -344,24 +363,28 @@ class OpenAIWriter(Writer):
         body = self.delta(choice, piece)
         return self.chunk(self.part(choice, body, logprobs)) if body is not None or logprobs else b''
     def envelope_of(self, choice, kind) -> Envelope:
-        if (choice, kind) not in self.envelopes: self.envelopes[choice, kind] = Envelope(lambda text: self.chunk(self.part(choice, self.delta(choice, Piece(kind, text)), [])))
+        if (choice, kind) not in self.envelopes:
+            self.envelopes[choice, kind] = Envelope(lambda text: self.chunk(self.part(choice, self.delta(choice, Piece(kind, text)), [])))
         return self.envelopes[choice, kind]
     def ending(self, choice, answer): return self.chunk(self.last(choice, answer), seed=answer.seed)
     def closing(self, answers, usage): return (sse(self.envelope(self.chunk_kind, [], usage=usage_dict(usage))) if self.include_usage else b'') + DONE
     def failure(self, error): return sse(OPENAI.error(error)) + DONE
-    def response(self, answers, usage): return self.envelope(self.kind, [self.choice(i, a) for i, a in enumerate(answers)], usage=usage_dict(usage), seed=answers[0].seed)
+    def response(self, answers, usage):
+        return self.envelope(self.kind, [self.choice(i, a) for i, a in enumerate(answers)], usage=usage_dict(usage), seed=answers[0].seed)
 
 # %% ../../nbs/serve/02_openai.ipynb #0f834a62
 class ChatWriter(OpenAIWriter):
     prefix, kind, chunk_kind = 'chatcmpl-', 'chat.completion', 'chat.completion.chunk'
     def first(self, index): return dict(index=index, delta=dict(role='assistant', content=''), logprobs=None, finish_reason=None)
     def last(self, index, answer): return dict(index=index, delta={}, logprobs=None, finish_reason=answer.reason)
-    def part(self, index, delta, entries): return dict(index=index, delta=delta or dict(content=''), logprobs=chat_logprobs(entries, self.tokenizer) if entries else None, finish_reason=None)
+    def part(self, index, delta, entries):
+        return dict(index=index, delta=delta or dict(content=''), logprobs=chat_logprobs(entries, self.tokenizer) if entries else None, finish_reason=None)
 
     def delta(self, index, piece: Piece):
         if piece.kind == 'reasoning': return dict(reasoning_content=piece.text)
         if piece.kind == 'content': return dict(content=piece.text)
-        if piece.kind == 'call': return dict(tool_calls=[dict(index=piece.call, id=self.call_id(index, piece.call), type='function', function=dict(name=piece.name, arguments=''))])
+        if piece.kind == 'call': return dict(tool_calls=[dict(index=piece.call, id=self.call_id(index, piece.call), type='function',
+                                                              function=dict(name=piece.name, arguments=''))])
         if piece.kind == 'arguments': return dict(tool_calls=[dict(index=piece.call, function=dict(arguments=piece.text))])
 
     def message(self, answer: Answer) -> dict:
@@ -370,8 +393,10 @@ class ChatWriter(OpenAIWriter):
         if answer.made: out['tool_calls'] = [dict(id=c.id, type='function', function=dict(name=c.name, arguments=c.arguments)) for c in answer.made]
         return out
     def choice(self, index, answer):
-        return dict(index=index, message=self.message(answer), logprobs=chat_logprobs(answer.logprobs, self.tokenizer) if self.want_logprobs else None, finish_reason=answer.reason)
+        return dict(index=index, message=self.message(answer), logprobs=chat_logprobs(answer.logprobs, self.tokenizer) if self.want_logprobs else None,
+                    finish_reason=answer.reason)
 
+# %% ../../nbs/serve/02_openai.ipynb #e8b21f46
 class CompletionWriter(OpenAIWriter):
     prefix, kind, chunk_kind = 'cmpl-', 'text_completion', 'text_completion'
     def echo(self, index): return self.echoes[index // self.choices_per_prompt] if self.echoes else ''
@@ -389,7 +414,8 @@ class CompletionWriter(OpenAIWriter):
         return begin + super().piece(choice, piece, logprobs)
     def choice(self, index, answer):
         echo = self.echo(index)
-        return dict(index=index, text=echo + answer.content, logprobs=completion_logprobs(answer.logprobs, self.tokenizer, len(echo)) if self.want_logprobs else None, finish_reason=answer.reason)
+        logprobs = completion_logprobs(answer.logprobs, self.tokenizer, len(echo)) if self.want_logprobs else None
+        return dict(index=index, text=echo + answer.content, logprobs=logprobs, finish_reason=answer.reason)
 
 # %% ../../nbs/serve/02_openai.ipynb #5554b2a9
 def served_model(body, context: Context) -> str:
@@ -402,12 +428,13 @@ def served_model(body, context: Context) -> str:
 def chat_call(body: ChatBody, max_choices: int) -> ChatCall:
     "Raises ApiError or RequestError"
     if body.top_logprobs is not None and not body.logprobs: raise ApiError(400, "'top_logprobs' is only allowed when 'logprobs' is true", param='top_logprobs')
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20: raise ApiError(400, f"'top_logprobs' must be between 0 and 20, not {body.top_logprobs}", param='top_logprobs')
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
+        raise ApiError(400, f"'top_logprobs' must be between 0 and 20, not {body.top_logprobs}", param='top_logprobs')
     params = sampling_params(body, (body.top_logprobs or 0) if body.logprobs else None, max_choices)
     (tools, choice), asked = tools_of(body), reasoning_of(body)
     messages = template_messages(body.messages)
-    return ChatCall(messages, params, tools, choice, body.parallel_tool_calls is not False, format_of(body), asked['thinking'], asked['effort'], asked['budget'],
-                    body.chat_template_kwargs or {}, body.priority or 0, body.max_seconds, bool(body.stream), **continuing(body, messages))
+    return ChatCall(messages, params, tools, choice, body.parallel_tool_calls is not False, format_of(body), asked['thinking'], asked['effort'],
+                    asked['budget'], body.chat_template_kwargs or {}, body.priority or 0, body.max_seconds, bool(body.stream), **continuing(body, messages))
 
 def prepare_chat(body: ChatBody, context: Context) -> Job:
     "Raises ApiError or RequestError"
@@ -425,7 +452,8 @@ def prepare_completion(body: CompletionBody, context: Context) -> Job:
     if body.tools not in (None, []) or body.tool_choice not in (None, 'none', 'auto'): raise not_yet('tools', 'tool calls outside of /v1/chat/completions')
     if body.suffix: raise not_yet('suffix', 'suffixes (fill in the middle)')
     if body.best_of not in (None, 1, body.n): raise not_yet('best_of', 'values other than n')
-    if body.logprobs is not None and not 0 <= body.logprobs <= 20: raise ApiError(400, f"'logprobs' must be between 0 and 20, not {body.logprobs}", param='logprobs')
+    if body.logprobs is not None and not 0 <= body.logprobs <= 20:
+        raise ApiError(400, f"'logprobs' must be between 0 and 20, not {body.logprobs}", param='logprobs')
     if body.echo and body.logprobs is not None: raise not_yet('echo', 'log-probabilities of the prompt')
     params = replace(sampling_params(body, body.logprobs, context.settings.max_choices), grammar=format_of(body))
     prompts = prompt_ids(body.prompt, engine)
@@ -436,7 +464,8 @@ def prepare_completion(body: CompletionBody, context: Context) -> Job:
             if e.param == 'messages': e.param = 'prompt'
             raise
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    echoes = [text if isinstance(text, str) else engine.tokenizer.decode(ids, skip_special=False) for text, ids in zip(given if len(given) == len(prompts) and not isinstance(given[0], int) else prompts, prompts)] if body.echo else []
+    given = given if len(given) == len(prompts) and not isinstance(given[0], int) else prompts
+    echoes = [text if isinstance(text, str) else engine.tokenizer.decode(ids, skip_special=False) for text, ids in zip(given, prompts)] if body.echo else []
     usage = bool(body.stream_options and body.stream_options.include_usage)
     writer = CompletionWriter(model, engine.tokenizer, want_logprobs=body.logprobs is not None, include_usage=usage, echoes=echoes, choices_per_prompt=params.n)
     return Job(requests, writer, bool(body.stream))
@@ -473,7 +502,8 @@ def _asked(body, engine) -> list:
 
 def _call(body):
     (tools, choice), messages = tools_of(body), template_messages(body.messages)
-    return ChatCall(messages, tools=tools, tool_choice=choice, thinking=body.enable_thinking, effort=body.reasoning_effort, variables=body.chat_template_kwargs or {}, **continuing(body, messages))
+    return ChatCall(messages, tools=tools, tool_choice=choice, thinking=body.enable_thinking, effort=body.reasoning_effort,
+                    variables=body.chat_template_kwargs or {}, **continuing(body, messages))
 
 def tokenize(body: TokenizeBody, context: Context) -> dict:
     engine = context.engine
@@ -507,9 +537,11 @@ def apply_template(body: TokenizeBody, context: Context) -> dict:
 def props(body, context: Context) -> dict:
     engine, name = context.engine, lambda i: '' if i is None else engine.tokenizer.token_bytes(i).decode('utf-8', 'replace')
     defaults = {row[0]: row[1] for row in engine.defaults.rows()}
-    return dict(default_generation_settings=dict(n_ctx=engine.max_context, params=defaults), total_slots=engine.max_running, model_path=engine.name, model_alias=engine.name,
+    return dict(default_generation_settings=dict(n_ctx=engine.max_context, params=defaults), total_slots=engine.max_running, model_path=engine.name,
+                model_alias=engine.name,
                 chat_template=getattr(engine.template, 'source', None) or '',
-                bos_token=name(engine.tokenizer.bos_id), eos_token=name(engine.tokenizer.eos_id), modalities=dict(vision=False, audio=False), build_info=f'sparkinfer-{sparkinfer.__version__}')
+                bos_token=name(engine.tokenizer.bos_id), eos_token=name(engine.tokenizer.eos_id),
+                modalities=dict(vision=False, audio=False), build_info=f'sparkinfer-{sparkinfer.__version__}')
 
 # %% ../../nbs/serve/02_openai.ipynb #7ce0d8ba
 DIALECT = OPENAI

@@ -18,7 +18,8 @@ from ..errors import RequestError, SparkinferError
 # %% ../../nbs/serve/00_protocol.ipynb #11f446ab
 class ApiError(Exception):
     "An answer that is an error: HTTP status, the four fields, and whatever else belongs beside them"
-    def __init__(self, status: int, message: str, type: str = 'invalid_request_error', param: str | None = None, code: str | None = None, headers: dict | None = None, **extra):
+    def __init__(self, status: int, message: str, type: str = 'invalid_request_error', param: str | None = None, code: str | None = None,
+                 headers: dict | None = None, **extra):
         super().__init__(message)
         self.status, self.headers = status, headers or {}
         if len(message) > 1000: message = message[:990] + ' …'   # a message may quote what the client sent
@@ -33,7 +34,8 @@ def error_of(error: BaseException) -> ApiError:
     if isinstance(error, ApiError): return error
     if isinstance(error, RequestError):
         if error.code == 'context_length_exceeded':
-            return ApiError(400, str(error), 'exceed_context_size_error', error.param, error.code, n_prompt_tokens=getattr(error, 'prompt_tokens', None), n_ctx=getattr(error, 'max_context', None))
+            return ApiError(400, str(error), 'exceed_context_size_error', error.param, error.code, n_prompt_tokens=getattr(error, 'prompt_tokens', None),
+                            n_ctx=getattr(error, 'max_context', None))
         return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, EngineBusy):
         if error.code == 'queue_full': return ApiError(429, str(error), 'rate_limit_error', code='server_overloaded', headers={'Retry-After': '1'})
@@ -113,7 +115,8 @@ def parse_json(data: bytes) -> dict:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
         if '\\ud' in text.lower(): json.dumps(value, ensure_ascii=False).encode('utf-8')
     except UnicodeDecodeError as e: raise ApiError(400, f'the body is not UTF-8: byte {e.start} is {data[e.start]:#04x}', code='invalid_json') from None
-    except UnicodeEncodeError: raise ApiError(400, 'the body holds half of a surrogate pair (\\ud800 to \\udfff), which is no character', code='invalid_json') from None
+    except UnicodeEncodeError: raise ApiError(400, 'the body holds half of a surrogate pair (\\ud800 to \\udfff), which is no character',
+                                              code='invalid_json') from None
     except RecursionError: raise ApiError(400, 'the JSON in the body is nested too deeply', code='invalid_json') from None
     except ValueError as e: raise ApiError(400, f'the body is not valid JSON: {e}', code='invalid_json') from None
     if not isinstance(value, dict): raise ApiError(400, f'the body must be a JSON object, not {_kind(value)}', code='invalid_json')
@@ -126,7 +129,8 @@ class Body(BaseModel):
     "Base of all request bodies"
     model_config = ConfigDict(extra='ignore', strict=True)
 
-_WORDS = [('valid string', 'a string'), ('valid integer', 'an integer'), ('valid number', 'a number'), ('valid boolean', 'true or false'), ('valid list', 'a list'), ('valid dictionary', 'an object')]
+_WORDS = [('valid string', 'a string'), ('valid integer', 'an integer'), ('valid number', 'a number'), ('valid boolean', 'true or false'),
+          ('valid list', 'a list'), ('valid dictionary', 'an object')]
 
 def parse(kind: type, data: dict):
     "An instance of the Body class `kind`, or ApiError 400"
@@ -148,7 +152,8 @@ def texts_or_ids(value, param: str, most: int, empty=False) -> list:
     values = [value] if isinstance(value, str) or is_ids(value) else value
     if values == [] or isinstance(values, list) and [] in values: raise ApiError(400, f"'{param}' holds no tokens; it needs at least one", param=param)
     if not isinstance(values, list) or not all(isinstance(v, str) and (v or empty) or is_ids(v) for v in values):
-        raise ApiError(400, f"'{param}' must be a {'' if empty else 'non-empty '}string, a list of strings, a list of token ids or a list of such lists", param=param)
+        raise ApiError(400, f"'{param}' must be a {'' if empty else 'non-empty '}string, a list of strings, a list of token ids or a list of such lists",
+                       param=param)
     if len(values) > most: raise ApiError(400, f"'{param}' may hold {most:,} texts, not {len(values):,}", param=param)
     return values
 

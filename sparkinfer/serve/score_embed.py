@@ -41,7 +41,8 @@ def ids_or_text(value) -> bool:
 def score_ids(body: ScoreBody, engine) -> tuple:
     "(ids of the prompt, ids of the completion), or ApiError / RequestError"
     if (body.messages is None) == (body.prompt is None): raise ApiError(400, "exactly one of 'messages' and 'prompt' is needed", param='messages')
-    if (body.completion is None) == (body.completion_token_ids is None): raise ApiError(400, "exactly one of 'completion' and 'completion_token_ids' is needed", param='completion')
+    if (body.completion is None) == (body.completion_token_ids is None):
+        raise ApiError(400, "exactly one of 'completion' and 'completion_token_ids' is needed", param='completion')
     if body.messages is not None:
         messages = openai.template_messages(body.messages)
         prompt = chat_prompt(ChatCall(messages, thinking=body.enable_thinking, **openai.continuing(body, messages)), engine).ids
@@ -59,16 +60,19 @@ def prepare_score(body: ScoreBody, context: Context) -> dict:
     engine, top = context.engine, body.top_logprobs or 0
     model = openai.served_model(body, context)
     if not 0 <= top <= 20: raise ApiError(400, f"'top_logprobs' must be between 0 and 20, not {top}", param='top_logprobs')
-    if body.max_seconds is not None and not 0 <= body.max_seconds <= 1e9: raise ApiError(400, f"'max_seconds' must be between 0 and 1,000,000,000, not {body.max_seconds}", param='max_seconds')
+    if body.max_seconds is not None and not 0 <= body.max_seconds <= 1e9:
+        raise ApiError(400, f"'max_seconds' must be between 0 and 1,000,000,000, not {body.max_seconds}", param='max_seconds')
     score = engine.score(*score_ids(body, engine), top=top, max_seconds=body.max_seconds)
     data = [engine.tokenizer.token_bytes(e.token_id) for e in score.entries]
     def alternative(token_id, logprob):
         name = engine.tokenizer.token_bytes(token_id)
         return dict(token=openai.token_name(name), token_id=token_id, logprob=finite(logprob), bytes=list(name))
     usage = score.usage
-    return dict(object='score', model=model, tokens=[openai.token_name(d) for d in data], token_ids=[e.token_id for e in score.entries], bytes=[list(d) for d in data], logprobs=[finite(e.logprob) for e in score.entries],
+    return dict(object='score', model=model, tokens=[openai.token_name(d) for d in data], token_ids=[e.token_id for e in score.entries],
+                bytes=[list(d) for d in data], logprobs=[finite(e.logprob) for e in score.entries],
                 sum_logprob=max(score.total, -9999.0 * len(data)), top_logprobs=[[alternative(*t) for t in e.top] for e in score.entries] if top else None,
-                usage=dict(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, total_tokens=usage.total_tokens, prompt_tokens_details=dict(cached_tokens=usage.cached_tokens)))
+                usage=dict(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, total_tokens=usage.total_tokens,
+                           prompt_tokens_details=dict(cached_tokens=usage.cached_tokens)))
 
 # %% ../../nbs/serve/10_score_embed.ipynb #6192e647
 MAX_INPUTS = 2048
@@ -84,8 +88,10 @@ class EmbeddingBody(Body):
 def embedded(inputs: list, context: Context, pooling=None, dimensions=None, truncate=False) -> tuple:
     "(vectors, tokens read), or ApiError / RequestError. `truncate`: a text that is too long is cut instead of refused"
     engine = context.engine
-    if pooling is not None and pooling not in POOLINGS: raise ApiError(400, f"'pooling' must be one of {', '.join(POOLINGS)}, not {pooling[:40]!r}", param='pooling')
-    if truncate: ids = [engine.tokenizer.encode(x[:32 * engine.max_context], special=False)[:engine.max_context] if isinstance(x, str) else x for x in inputs]     # no megabytes are tokenized to be thrown away
+    if pooling is not None and pooling not in POOLINGS:
+        raise ApiError(400, f"'pooling' must be one of {', '.join(POOLINGS)}, not {pooling[:40]!r}", param='pooling')
+    if truncate:                                                                              # no megabytes are tokenized to be thrown away
+        ids = [engine.tokenizer.encode(x[:32 * engine.max_context], special=False)[:engine.max_context] if isinstance(x, str) else x for x in inputs]
     else: ids = [plain_ids(x, engine) if isinstance(x, str) else x for x in inputs]
     try: vectors = engine.embed_all(ids, pooling or card_of(engine).pooling, dimensions, engine.limits.max_seconds, context.gone.is_set)
     except UnsupportedError as error: raise ApiError(501, str(error), 'not_implemented_error', code='embeddings_unsupported') from None
@@ -94,11 +100,13 @@ def embedded(inputs: list, context: Context, pooling=None, dimensions=None, trun
 
 def prepare_embeddings(body: EmbeddingBody, context: Context) -> dict:
     "A vector for each text"
-    if body.encoding_format not in (None, 'float', 'base64'): raise ApiError(400, f"'encoding_format' must be float or base64, not {body.encoding_format[:40]!r}", param='encoding_format')
+    if body.encoding_format not in (None, 'float', 'base64'):
+        raise ApiError(400, f"'encoding_format' must be float or base64, not {body.encoding_format[:40]!r}", param='encoding_format')
     model = openai.served_model(body, context)
     vectors, tokens = embedded(texts_or_ids(body.input, 'input', MAX_INPUTS), context, body.pooling, body.dimensions)
     written = (lambda v: base64.b64encode(v.astype('<f4').tobytes()).decode()) if body.encoding_format == 'base64' else np.ndarray.tolist
-    return dict(object='list', data=[dict(object='embedding', index=k, embedding=written(v)) for k, v in enumerate(vectors)], model=model, usage=dict(prompt_tokens=tokens, total_tokens=tokens))
+    return dict(object='list', data=[dict(object='embedding', index=k, embedding=written(v)) for k, v in enumerate(vectors)], model=model,
+                usage=dict(prompt_tokens=tokens, total_tokens=tokens))
 
 # %% ../../nbs/serve/10_score_embed.ipynb #5ca17c39
 class OllamaEmbed(Body):
@@ -124,12 +132,15 @@ def prepare_ollama_embed(body: OllamaEmbed, context: Context) -> dict:
     ollama.sampling_params(ollama.OllamaBody(options=body.options), context.engine)           # they change nothing here, and a mistake in them is a mistake
     if body.input in (None, '', []): vectors, tokens = [], 0
     else: vectors, tokens = embedded(texts_or_ids(body.input, 'input', MAX_INPUTS), context, None, body.dimensions, body.truncate is not False)
-    return dict(model=model, embeddings=[v.tolist() for v in vectors], total_duration=round(1e9 * (time.perf_counter() - began)), load_duration=0, prompt_eval_count=tokens)
+    return dict(model=model, embeddings=[v.tolist() for v in vectors], total_duration=round(1e9 * (time.perf_counter() - began)), load_duration=0,
+                prompt_eval_count=tokens)
 
 def prepare_ollama_embeddings(body: OllamaEmbeddings, context: Context) -> dict:
     "A vector for one text"
     vectors = prepare_ollama_embed(OllamaEmbed(input=body.prompt, model=body.model, options=body.options, keep_alive=body.keep_alive), context)['embeddings']
     return dict(embedding=vectors[0] if vectors else [])
 
-ROUTES = [Route('/v1/score', ScoreBody, prepare_score, kind='answer'), Route('/v1/embeddings', EmbeddingBody, prepare_embeddings, kind='answer'), Route('/api/v0/embeddings', EmbeddingBody, prepare_embeddings, kind='answer'),
-          Route('/api/embed', OllamaEmbed, prepare_ollama_embed, dialect=ollama.DIALECT, kind='answer'), Route('/api/embeddings', OllamaEmbeddings, prepare_ollama_embeddings, dialect=ollama.DIALECT, kind='answer')]
+ROUTES = [Route('/v1/score', ScoreBody, prepare_score, kind='answer'), Route('/v1/embeddings', EmbeddingBody, prepare_embeddings, kind='answer'),
+          Route('/api/v0/embeddings', EmbeddingBody, prepare_embeddings, kind='answer'),
+          Route('/api/embed', OllamaEmbed, prepare_ollama_embed, dialect=ollama.DIALECT, kind='answer'),
+          Route('/api/embeddings', OllamaEmbeddings, prepare_ollama_embeddings, dialect=ollama.DIALECT, kind='answer')]

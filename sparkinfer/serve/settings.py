@@ -41,7 +41,8 @@ class ServeSettings:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip() == self.api_key and self.api_key):
             raise SparkinferError('--api-key must be printable ASCII without spaces around it, since it travels in a header')
 
-RANGES = [('port', 0, 65535), ('max_choices', 1, 1000), ('body_limit_mb', 0.001, 1 << 20), ('read_seconds', 0.01, 86400), ('send_seconds', 0.01, 86400), ('idle_seconds', 0.01, 86400),
+RANGES = [('port', 0, 65535), ('max_choices', 1, 1000), ('body_limit_mb', 0.001, 1 << 20), ('read_seconds', 0.01, 86400), ('send_seconds', 0.01, 86400),
+          ('idle_seconds', 0.01, 86400),
           ('keep_alive_seconds', 0.01, 86400), ('shutdown_seconds', 0, 86400), ('keep_responses_mb', 0, 1 << 20)]
 
 # %% ../../nbs/serve/07_settings.ipynb #989fed7d
@@ -54,7 +55,9 @@ class Setting:
     name: str
     value: object
     source: str = 'default'
-    def shown(self): return dict(value='****' if self.name in SECRET and self.value is not None else list(self.value) if isinstance(self.value, tuple) else self.value, source=self.source)
+    def shown(self):
+        return dict(value='****' if self.name in SECRET and self.value is not None else list(self.value) if isinstance(self.value, tuple) else self.value,
+                    source=self.source)
 
 def settings_of(*objects) -> list:
     "The fields of settings objects as `Setting`s; what is not the default has been set by a program"
@@ -104,13 +107,20 @@ def strange_variables(environ, names) -> list:
 
 # %% ../../nbs/serve/07_settings.ipynb #0ee00cd2
 CONTRADICTIONS = [   # (a, b, whether they contradict each other, what to do about it)
-    ('spill_mb', 'no_prefix_cache', lambda spill, off: bool(spill) and bool(off), 'what is spilled are pages of the prefix cache, and there is none: leave one of the two out'),
-    ('max_running', 'slots', lambda running, slots: running is not None and slots is not None and running > slots, 'no more requests run together than there are slots: raise slots or lower max_running'),
-    ('mixed_rows', 'step_rows', lambda mixed, step: mixed > step, 'a step in which answers are written cannot have more prompt rows than any step has rows: lower mixed_rows or raise step_rows'),
-    ('kv_tokens', 'context', lambda kv, context: kv is not None and context is not None and kv < context, 'one request alone may need the keys and values of the whole context: raise kv_tokens or lower context'),
-    ('max_tokens', 'max_output', lambda wanted, most: wanted is not None and most is not None and wanted > most, 'no answer gets longer than max_output: lower max_tokens or raise max_output'),
-    ('max_wait', 'max_seconds', lambda wait, most: wait is not None and most is not None and wait > most, 'a request has ended before it has waited so long: lower max_wait'),
-    ('log_prompts', 'log_requests', lambda prompts, lines: prompts and not lines, 'there are no log lines into which the prompts could go: switch log_requests on'),
+    ('spill_mb', 'no_prefix_cache', lambda spill, off: bool(spill) and bool(off),
+     'what is spilled are pages of the prefix cache, and there is none: leave one of the two out'),
+    ('max_running', 'slots', lambda running, slots: running is not None and slots is not None and running > slots,
+     'no more requests run together than there are slots: raise slots or lower max_running'),
+    ('mixed_rows', 'step_rows', lambda mixed, step: mixed > step,
+     'a step in which answers are written cannot have more prompt rows than any step has rows: lower mixed_rows or raise step_rows'),
+    ('kv_tokens', 'context', lambda kv, context: kv is not None and context is not None and kv < context,
+     'one request alone may need the keys and values of the whole context: raise kv_tokens or lower context'),
+    ('max_tokens', 'max_output', lambda wanted, most: wanted is not None and most is not None and wanted > most,
+     'no answer gets longer than max_output: lower max_tokens or raise max_output'),
+    ('max_wait', 'max_seconds', lambda wait, most: wait is not None and most is not None and wait > most,
+     'a request has ended before it has waited so long: lower max_wait'),
+    ('log_prompts', 'log_requests', lambda prompts, lines: prompts and not lines,
+     'there are no log lines into which the prompts could go: switch log_requests on'),
 ]
 
 def named_by_source(message: str, settings: list, path=None) -> str:
