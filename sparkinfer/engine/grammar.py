@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['LARGEST_DEPTH', 'MOST_PARTS', 'MOST_PROPERTIES', 'MOST_RULES', 'LARGEST_MULTIPLE', 'LARGEST_COMMON', 'LARGEST_EXACT',
-           'COMPILE_SECONDS', 'COMPILE_STACK', 'FORMATS', 'RULES', 'PLACE_SECONDS', 'MOST_WAITING', 'MOST_GIVEN_UP',
-           'PROBE_SECONDS', 'MASK_SECONDS', 'FREE_SECONDS', 'NOTHING', 'CALL_RULES', 'library_tokenizer',
-           'checked_schema', 'drawn_in', 'json_rules', 'lark_rules', 'gbnf_rules', 'in_bounds', 'GrammarCompiler',
-           'too_complex', 'Mark', 'only', 'Rules', 'Constraint', 'tool_grammar', 'tool_rules', 'hermes_rule',
-           'qwen_xml_rule', 'value_rule']
+           'LONGEST_NAME', 'COMPILE_SECONDS', 'COMPILE_STACK', 'FORMATS', 'RULES', 'PLACE_SECONDS', 'MOST_WAITING',
+           'MOST_GIVEN_UP', 'PROBE_SECONDS', 'MASK_SECONDS', 'FREE_SECONDS', 'NOTHING', 'CALL_RULES',
+           'library_tokenizer', 'checked_schema', 'drawn_in', 'json_rules', 'lark_rules', 'gbnf_rules', 'in_bounds',
+           'GrammarCompiler', 'too_complex', 'Mark', 'only', 'Rules', 'Constraint', 'tool_grammar', 'tool_rules',
+           'hermes_rule', 'qwen_xml_rule', 'value_rule']
 
 # %% ../../nbs/engine/04_grammar.ipynb #7fe2caba
 import bisect, json, math, re, threading, time, urllib.parse
@@ -43,6 +43,7 @@ def library_tokenizer(tokenizer) -> tuple:
 
 # %% ../../nbs/engine/04_grammar.ipynb #03a2be07
 LARGEST_DEPTH, MOST_PARTS, MOST_PROPERTIES, MOST_RULES, LARGEST_MULTIPLE, LARGEST_COMMON, LARGEST_EXACT = 60, 5000, 500, 500, 2000, 20_000, 1 << 53
+LONGEST_NAME = 2000          # of a place in a schema that is referred to
 COMPILE_SECONDS, COMPILE_STACK = 10, 128 << 20
 FORMATS = {'date-time', 'time', 'date', 'duration', 'email', 'hostname', 'ipv4', 'ipv6', 'uuid', 'uri'}
 _OF_NAMES = 'properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas'      # keywords that hold schemas: by name, in a list, alone
@@ -68,10 +69,9 @@ _SHAPE_OF = {key: (shape, right) for shape, (right, keys) in _SHAPES.items() for
 
 def _inner(schema):
     "(place, schema) of those directly inside of one; what is data (`const`, `enum`, `default`) is not looked at"
-    name = lambda key: urllib.parse.quote(key.replace('~', '~0').replace('/', '~1'), safe='~')
-    for key in _OF_NAMES: yield from ((f'{key}/{name(n)}', part) for n, part in schema.get(key, {}).items())
-    for key in _OF_LISTS: yield from ((f'{key}/{k}', part) for k, part in enumerate(schema[key] if isinstance(schema.get(key), list) else ()))
-    for key in _ALONE: yield key, schema.get(key)
+    for key in _OF_NAMES: yield from (((key, name), part) for name, part in schema.get(key, {}).items())
+    for key in _OF_LISTS: yield from (((key, str(k)), part) for k, part in enumerate(schema[key] if isinstance(schema.get(key), list) else ()))
+    for key in _ALONE: yield (key,), schema.get(key)
 
 # %% ../../nbs/engine/04_grammar.ipynb #344e9478
 def checked_schema(schema, refuse) -> dict:
@@ -79,7 +79,7 @@ def checked_schema(schema, refuse) -> dict:
     if schema is True: return {}
     if not isinstance(schema, dict): raise refuse('a JSON schema must be an object' + (': `false` allows nothing' if schema is False else ''))
     schema.pop('x-guidance', None)
-    todo, seen, references, multiples, places = [(schema, 1, '#', '')], {}, [], [], {'': '#'}
+    todo, seen, references, multiples, places = [(schema, 1, None, '')], {}, [], [], {'': None}      # a place is (the place around it, names)
     while todo:
         part, depth, path, base = todo.pop()
         if not isinstance(part, dict): continue
@@ -89,7 +89,7 @@ def checked_schema(schema, refuse) -> dict:
         base = _name_place(part, path, base, places, refuse)
         if '$ref' in part: references.append((part, base))
         if 'multipleOf' in part: multiples.append(part['multipleOf'])
-        todo += [(inner, depth + 1, f'{path}/{place}', base) for place, inner in _inner(part)]
+        todo += [(inner, depth + 1, (path, names), base) for names, inner in _inner(part)]
     if len(references) > MOST_RULES: raise refuse(f'the schema is too large: it may have {MOST_RULES} references')
     for part, base in references: part['$ref'] = _path_of(part['$ref'], base, places, refuse)
     for reference in {part['$ref'] for part, _ in references}: _check_reference(reference, schema, seen, refuse)
@@ -142,17 +142,25 @@ def _name_place(part, path, base, places, refuse):
     if address.startswith('#'): name, address = address[1:] or name, ''
     try: base = urllib.parse.urljoin(base, address).removesuffix('#') if address else base
     except ValueError: raise refuse(f"'$id' {address[:80]!r} is no address") from None
+    if len(base) > LONGEST_NAME or len(name) > LONGEST_NAME: raise refuse(f"'$id' and '$anchor' may have {LONGEST_NAME:,} characters")
     for key in ([base] if address else []) + ([f'{base}#{name}'] if name else []):
-        if places.setdefault(key, path) != path: raise refuse(f'two parts of the schema have the name {key[:80]!r}')
+        if places.setdefault(key, path) is not path: raise refuse(f'two parts of the schema have the name {key[:80]!r}')
     return base
+
+def _spelled(place, refuse) -> str:
+    "A place as a path from the whole schema on: '#/$defs/a'"
+    names = []
+    while place is not None: names, place = [*place[1], *names], place[0]
+    if sum(map(len, names)) > LONGEST_NAME: raise refuse(f'the path to a part that is referred to may have {LONGEST_NAME:,} characters')
+    return '/'.join(['#', *(urllib.parse.quote(name.replace('~', '~0').replace('/', '~1'), safe='~$') for name in names)])
 
 def _path_of(reference, base, places, refuse):
     "A reference as a path from the whole schema on"
     try: address, _, name = (base + reference if reference.startswith('#') else urllib.parse.urljoin(base, reference)).partition('#')
     except ValueError: address, name = None, ''
-    place = places.get(f'{address}#{name}' if name and not name.startswith('/') else address)
-    if place is None: raise refuse(f"'$ref' {reference[:80]!r} cannot be followed: it leads to no path, anchor or address inside of the same schema")
-    return place + name if name.startswith('/') else place
+    key = f'{address}#{name}' if name and not name.startswith('/') else address
+    if key not in places: raise refuse(f"'$ref' {reference[:80]!r} cannot be followed: it leads to no path, anchor or address inside of the same schema")
+    return _spelled(places[key], refuse) + name * name.startswith('/')
 
 def _check_reference(reference, schema, seen, refuse):
     "A reference must lead to a part that was looked at: only there the bounds hold"
