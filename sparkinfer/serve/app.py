@@ -61,7 +61,8 @@ class ServerState:
         if self.stopping: raise ApiError(503, 'the server is shutting down', 'server_error', code='server_shutting_down')
         if self.engine is not None: return self.engine
         if self.error is not None: raise ApiError(503, f'the model could not be loaded: {self.error}', 'server_error', code='model_failed')
-        raise ApiError(503, f'the model is still loading ({self.stage}{"" if self.fraction is None else f", {self.fraction:.0%}"})', 'unavailable_error', code='model_loading', headers={'Retry-After': '1'})
+        raise ApiError(503, f'the model is still loading ({self.stage}{"" if self.fraction is None else f", {self.fraction:.0%}"})', 'unavailable_error',
+                       code='model_loading', headers={'Retry-After': '1'})
 
     def close(self):
         if self.engine is not None: self.engine.close(self.settings.shutdown_seconds + 5)
@@ -101,7 +102,8 @@ def check_key(headers: dict, key: str | None):
     scheme, _, bearer = headers.get('authorization', '').partition(' ')
     given = [bearer.strip() if scheme.lower() == 'bearer' else '', headers.get('x-api-key', '')]
     if not any([hmac.compare_digest(g.encode('utf-8', 'surrogateescape'), key.encode()) for g in given]):
-        raise ApiError(401, 'this server needs its key: send the header "Authorization: Bearer KEY" or "x-api-key: KEY"', 'authentication_error', code='invalid_api_key', headers={'WWW-Authenticate': 'Bearer'})
+        raise ApiError(401, 'this server needs its key: send the header "Authorization: Bearer KEY" or "x-api-key: KEY"', 'authentication_error',
+                       code='invalid_api_key', headers={'WWW-Authenticate': 'Bearer'})
 
 class Exchange:
     "One HTTP request and its answer"
@@ -143,8 +145,10 @@ async def answer(self: Exchange):
     if not route.public: check_key(self.headers, state.settings.api_key)
     if route.kind == 'own': return await route.prepare(self)
     if route.kind == 'unsupported': raise ApiError(501, route.reason, 'not_implemented_error', code='not_implemented')
-    context = Context(state.ready(), state.settings, state.created, state.store, state, path, dict(urllib.parse.parse_qsl(self.scope['query_string'].decode('latin-1'))), self.headers)
-    if route.body is not None: self.body = await read_body(HttpRequest(self.scope, self.receive), int(state.settings.body_limit_mb * 1e6), state.settings.read_seconds)
+    context = Context(state.ready(), state.settings, state.created, state.store, state, path,
+                      dict(urllib.parse.parse_qsl(self.scope['query_string'].decode('latin-1'))), self.headers)
+    if route.body is not None:
+        self.body = await read_body(HttpRequest(self.scope, self.receive), int(state.settings.body_limit_mb * 1e6), state.settings.read_seconds)
     def prepare(): return route.prepare(parse(route.body, parse_json(self.body)) if route.body is not None else None, context)
     made = await (self.look_up(prepare, context) if route.kind == 'answer' else asyncio.get_running_loop().run_in_executor(self.app.preparers, prepare))
     if not isinstance(made, Job): return await self.reply(200, to_json(made))
@@ -167,7 +171,8 @@ async def generate(self: Exchange, engine, job: Job):
     if job.stream:
         self.status = 200
         media_type = job.writer.media_type
-        headers = self.head(f'{media_type}; charset=utf-8' if media_type.startswith('text/') else media_type, {'cache-control': 'no-cache', 'x-accel-buffering': 'no'})
+        headers = self.head(f'{media_type}; charset=utf-8' if media_type.startswith('text/') else media_type,
+                            {'cache-control': 'no-cache', 'x-accel-buffering': 'no'})
         transport = getattr(getattr(self.send, '__self__', None), 'transport', None)           # uvicorn's, to cut off who does not read
         return await stream_answer(running, self.send, self.receive, self.app.pulse, headers, self.meter, transport)
     whole = await whole_answer(running, self.receive, self.meter)
@@ -188,7 +193,8 @@ def log_to_stderr():
 def log_line(exchange: Exchange, prompts=False) -> dict:
     "What the log says of a request"
     e, meter = exchange, exchange.meter
-    line = dict(time=round(time.time(), 3), id=e.id, method=e.method, route=e.route.path if e.route else 'other', status=meter.status if meter and meter.status else e.status,
+    line = dict(time=round(time.time(), 3), id=e.id, method=e.method, route=e.route.path if e.route else 'other',
+                status=meter.status if meter and meter.status else e.status,
                 seconds=round(time.perf_counter() - e.began, 4), client=(e.scope.get('client') or ('',))[0])
     if e.job: line |= dict(model=e.job.writer.model, stream=e.job.stream, prompts=len(e.job.requests))
     if meter and meter.usage:
@@ -210,14 +216,17 @@ def list_models(body, context):
 def one_model(body, context):
     "The model, under any name unless the settings say `strict_models`: as it answers"
     model, engine = context.path['model'], context.engine
-    if context.settings.strict_models and model != engine.name: raise ApiError(404, f'the model {model[:200]!r} does not exist here; this server has {engine.name!r}', param='model', code='model_not_found')
+    if context.settings.strict_models and model != engine.name:
+        raise ApiError(404, f'the model {model[:200]!r} does not exist here; this server has {engine.name!r}', param='model', code='model_not_found')
     return anthropic.model_info(engine, context.created) if 'anthropic-version' in context.headers else model_entry(engine, context.created)
 
 def info(body, context):
     "What is in force and who said so, the sampling defaults with their sources, the memory and the work done so far"
     engine, state = context.engine, context.state
     place = getattr(engine, 'place', None)
-    return dict(model=engine.name, version=sparkinfer.__version__, runner=place and place.runner, device=place and place.device, card=place and (place.name or None), context_length=engine.max_context, max_running=engine.max_running, limits=asdict(engine.limits), capacity=engine.capacity and asdict(engine.capacity),
+    return dict(model=engine.name, version=sparkinfer.__version__, runner=place and place.runner, device=place and place.device,
+                card=place and (place.name or None), context_length=engine.max_context, max_running=engine.max_running,
+                limits=asdict(engine.limits), capacity=engine.capacity and asdict(engine.capacity),
                 defaults={name: dict(value=value, source=source) for name, value, source in engine.defaults.rows()}, settings=shown_settings(state.shown),
                 warnings=[line for _, line in contradictions(state.shown)], **engine.stats())
 
@@ -229,7 +238,8 @@ def health(state: ServerState):
         status = 'stopping' if state.stopping else 'failed' if state.error else 'loading'
         return 503, dict(status=status, stage=state.stage, progress=state.fraction, seconds=round(time.time() - state.started, 1), **e.body)
     h = engine.health()
-    body = dict(status='ok' if h.ok else 'unhealthy', model=engine.name, detail=h.detail, active_requests=h.active, waiting_requests=h.queued, finished=h.finished, failed=h.failed, cancelled=h.cancelled)
+    body = dict(status='ok' if h.ok else 'unhealthy', model=engine.name, detail=h.detail, active_requests=h.active, waiting_requests=h.queued,
+                finished=h.finished, failed=h.failed, cancelled=h.cancelled)
     return (200 if h.ok else 503), body
 
 async def health_route(exchange):
@@ -241,8 +251,12 @@ async def version_route(exchange): await exchange.reply(200, to_json(dict(versio
 async def openapi_route(exchange): await exchange.reply(200, to_json(exchange.app.openapi()))
 
 OWN_ROUTES = [
-    Route('/v1/models', None, list_models, 'GET', public=True, kind='answer'), Route('/v1/models/{model:path}', None, one_model, 'GET', public=True, kind='answer'), Route('/v1/info', None, info, 'GET', kind='answer'),
-    Route('/health', None, health_route, 'GET', public=True, kind='own'), Route('/metrics', None, metrics_route, 'GET', public=True, kind='own'), Route('/version', None, version_route, 'GET', public=True, kind='own'),
+    Route('/v1/models', None, list_models, 'GET', public=True, kind='answer'),
+    Route('/v1/models/{model:path}', None, one_model, 'GET', public=True, kind='answer'),
+    Route('/v1/info', None, info, 'GET', kind='answer'),
+    Route('/health', None, health_route, 'GET', public=True, kind='own'),
+    Route('/metrics', None, metrics_route, 'GET', public=True, kind='own'),
+    Route('/version', None, version_route, 'GET', public=True, kind='own'),
     Route('/openapi.json', None, openapi_route, 'GET', public=True, kind='own'), Route('/', None, index, 'GET', public=True, kind='own'),
 ]
 ROUTES = [*openai.ROUTES, *responses.ROUTES, *anthropic.ROUTES, *ollama.ROUTES, *lmstudio.ROUTES, *score_embed.ROUTES, *OWN_ROUTES]
@@ -256,7 +270,8 @@ def _inlined(schema, definitions=None):
     if '$ref' in schema: return _inlined(definitions[schema['$ref'].rpartition('/')[2]], definitions)
     return {k: _inlined(v, definitions) for k, v in schema.items() if k != '$defs'}
 
-STATUSES = {200: 'the answer', 400: 'a mistake in the request', 401: 'the key is missing or wrong', 404: 'there is no such thing', 408: 'the body did not arrive', 413: 'the body is too large', 429: 'too many requests wait', 500: 'a fault of the server',
+STATUSES = {200: 'the answer', 400: 'a mistake in the request', 401: 'the key is missing or wrong', 404: 'there is no such thing',
+            408: 'the body did not arrive', 413: 'the body is too large', 429: 'too many requests wait', 500: 'a fault of the server',
             501: 'not offered by this server', 503: 'loading, stopping or failed', 504: 'not finished in time'}
 
 def openapi_document(routes: list) -> dict:
@@ -264,9 +279,12 @@ def openapi_document(routes: list) -> dict:
     paths = {}
     for route in routes:
         path = route.path.replace(':path}', '}')
-        operation = dict(operationId=f'{route.method.lower()} {route.path}', tags=[route.dialect.name], summary=route.reason or (route.prepare.__doc__ or '').strip().split('\n')[0],
-                         responses={str(status): dict(description=text) for status, text in STATUSES.items()}, security=[] if route.public else [{'bearer': []}, {'x-api-key': []}])
-        if route.body is not None: operation['requestBody'] = dict(required=True, content={'application/json': dict(schema=_inlined(route.body.model_json_schema()))})
+        answers = {str(status): dict(description=text) for status, text in STATUSES.items()}
+        operation = dict(operationId=f'{route.method.lower()} {route.path}', tags=[route.dialect.name],
+                         summary=route.reason or (route.prepare.__doc__ or '').strip().split('\n')[0],
+                         responses=answers, security=[] if route.public else [{'bearer': []}, {'x-api-key': []}])
+        if route.body is not None:
+            operation['requestBody'] = dict(required=True, content={'application/json': dict(schema=_inlined(route.body.model_json_schema()))})
         names = [part[1:-1].split(':')[0] for part in route.path.split('/') if part.startswith('{')]
         if names: operation['parameters'] = [{'name': name, 'in': 'path', 'required': True, 'schema': dict(type='string', minLength=1)} for name in names]
         paths.setdefault(path, {})[route.method.lower()] = operation
@@ -395,7 +413,8 @@ def _unsupported_upgrade_warning(self: Connection):
 # %% ../../nbs/serve/07_app.ipynb #cd28336a
 def bind(host: str, port: int) -> socket.socket:
     "A listening socket, or a SparkinferError of one line"
-    if not host.strip(): raise SparkinferError('the host is empty, which would listen on every network: name an address, such as 127.0.0.1, or 0.0.0.0 for all of them')
+    if not host.strip():
+        raise SparkinferError('the host is empty, which would listen on every network: name an address, such as 127.0.0.1, or 0.0.0.0 for all of them')
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)   # asyncio sets TCP_NODELAY only where it sees this number; without it each answer waits 40 ms for an ACK
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -404,8 +423,10 @@ def bind(host: str, port: int) -> socket.socket:
         sock.listen(2048)                                                      # here, so that of two servers that start at once one is told
     except (OSError, OverflowError) as e:
         sock.close()
-        if getattr(e, 'errno', None) == errno.EADDRINUSE: raise SparkinferError(f'port {port} on {host} is taken by another program: stop it, or choose another port with --port {port + 1 if port < 65535 else 8080}') from None
-        if getattr(e, 'errno', None) == errno.EACCES: raise SparkinferError(f'port {port} needs the rights of an administrator: choose one above 1023 with --port') from None
+        if getattr(e, 'errno', None) == errno.EADDRINUSE:
+            raise SparkinferError(f'port {port} on {host} is taken by another program: stop it, or choose another port with --port {port + 1 if port < 65535 else 8080}') from None
+        if getattr(e, 'errno', None) == errno.EACCES:
+            raise SparkinferError(f'port {port} needs the rights of an administrator: choose one above 1023 with --port') from None
         raise SparkinferError(f'cannot listen on {host}, port {port}: {e}') from None
     return sock
 
@@ -421,14 +442,16 @@ class Server(uvicorn.Server):
     "uvicorn with a bounded goodbye"
     def __init__(self, state: ServerState, echo=lambda line: None, routes: list = ROUTES):
         self.state, self.echo, settings = state, echo, state.settings
-        super().__init__(uvicorn.Config(create_app(state, routes), log_level='warning', access_log=False, lifespan='off', ws='none', http=Connection, timeout_keep_alive=settings.idle_seconds,
+        super().__init__(uvicorn.Config(create_app(state, routes), log_level='warning', access_log=False, lifespan='off', ws='none', http=Connection,
+                                        timeout_keep_alive=settings.idle_seconds,
                                         timeout_graceful_shutdown=int(settings.shutdown_seconds) + 3))
         state.metrics.connections = lambda: len(self.server_state.connections)
         raise_file_limit()
     async def shutdown(self, sockets=None):
         self.state.stopping = True
         if self.state.engine is not None and self.state.engine.health().active: self.echo(f'stopping: answers that run have {self.state.settings.shutdown_seconds:g} s to end (Ctrl-C again stops now)')
-        timer = asyncio.get_running_loop().call_later(self.state.settings.shutdown_seconds, lambda: threading.Thread(target=self.state.close, daemon=True).start())
+        timer = asyncio.get_running_loop().call_later(self.state.settings.shutdown_seconds,
+                                                      lambda: threading.Thread(target=self.state.close, daemon=True).start())
         await super().shutdown(sockets)
         timer.cancel()
 

@@ -298,7 +298,8 @@ def chat_prompt(call: ChatCall, engine) -> Prompt:
     if template is None: raise RequestError('this model has no chat template: send raw text to /v1/completions', 'messages', 'no_chat_template')
     markup = Markup.from_template(template.source)
     if tools and not markup.call_format:
-        raise ApiError(400, "'tools': this model's chat template has no tool calls of a form that this server reads; leave the field out", param='tools', code='unsupported_parameter')
+        raise ApiError(400, "'tools': this model's chat template has no tool calls of a form that this server reads; leave the field out", param='tools',
+                       code='unsupported_parameter')
     thinking = False if call.budget == 0 and call.thinking is None else call.thinking
     variables = template.switches(thinking, call.effort).variables | call.variables
     messages, ending, said = _ending(call)
@@ -317,7 +318,8 @@ def constrained(call: ChatCall, prompt: Prompt, tokenizer) -> SamplingParams:
     close, open = (tuple(tokenizer.encode(text, special=True, add_bos=False)) for text in (markup.think_close, markup.think_open))
     off = call.thinking is False or call.effort == 'none' or call.budget == 0
     never = prompt.opened or prompt.said or off and grammar is not None                # a grammar begins at once when no reasoning is wanted
-    reasoning = ReasoningBudget(0 if off and not prompt.opened else call.budget, close, prompt.opened, () if never else open)      # what a model opens by itself, against what was asked, is closed at once
+    reasoning = ReasoningBudget(0 if off and not prompt.opened else call.budget, close, prompt.opened,
+                                () if never else open)      # what a model opens by itself, against what was asked, is closed at once
     return replace(call.params, grammar=replace(grammar, after=close) if grammar is not None else None, reasoning=reasoning)
 
 def chat_job(call: ChatCall, engine, writer: Writer) -> Job:

@@ -176,7 +176,8 @@ def log_unexpected(error):
 def add_news(answers: JobAnswers, news: list, parts: list):
     "The bytes of `news` are appended to `parts`; what comes before an error in them is kept"
     for index, event in news:
-        if type(event) is FinishEvent and event.reason == 'cancelled': raise ApiError(503, 'the request was cancelled: the server is shutting down', 'server_error', code='server_shutting_down')
+        if type(event) is FinishEvent and event.reason == 'cancelled':
+            raise ApiError(503, 'the request was cancelled: the server is shutting down', 'server_error', code='server_shutting_down')
         parts.append(answers.add(index, event))
 
 class Unmetered:
