@@ -206,7 +206,7 @@ def test_shutdown_is_bounded_whatever_clients_do():
 
 @pytest.mark.parametrize('args, env, text, says', [
     ([], dict(SPARKINFER_PORT='abc'), '', 'SPARKINFER_PORT'), ([], dict(SPARKINFER_PORT='70000'), '', 'SPARKINFER_PORT is 70000'), ([], {}, 'port = 70000', 'a.toml: port is 70000'), ([], {}, 'kv_type = "int4"', 'a.toml'),
-    (['--max-output', '5', '--max-tokens', '100'], {}, '', 'no answer gets longer than max_output'), (['--context', '1', '--slots', '4'], {}, '', 'the smallest is 4 tokens')])
+    (['--max-output', '5', '--max-tokens', '100'], {}, '', 'no answer gets longer than max_output'), (['--context', '1', '--slots', '4', '--port', '0'], {}, '', 'the smallest is 4 tokens')])
 def test_a_bad_value_is_named_as_it_was_given(tmp_path, args, env, text, says):
     (tmp_path/'a.toml').write_text(text)
     done = subprocess.run([sys.executable, '-m', 'sparkinfer', 'serve', *args], env=os.environ | env | dict(SPARKINFER_CONFIG=str(tmp_path/'a.toml')), capture_output=True, text=True, timeout=100)
