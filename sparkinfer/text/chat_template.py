@@ -7,6 +7,7 @@ __all__ = ['MAX_CHARS', 'MAX_SECONDS', 'CHATML', 'EFFORTS', 'normalize_messages'
 
 # %% ../../nbs/text/01_chat_template.ipynb #b92d2d84
 import json, re, threading, time, warnings
+from collections.abc import Iterator
 from datetime import datetime
 from functools import partial, wraps
 from typing import NamedTuple
@@ -14,7 +15,9 @@ import jinja2
 from fastcore.basics import patch
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.filters import FILTERS
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
+from jinja2.visitor import NodeTransformer
 from ..errors import FormatError, RequestError
 from .tokenizer import Tokenizer
 
@@ -82,12 +85,30 @@ def normalize_messages(messages # list of dicts as clients send them
 
 # %% ../../nbs/text/01_chat_template.ipynb #eaee88b7
 MAX_CHARS, MAX_SECONDS = 32_000_000, 10.0
+_MAX_SPENT, _MAX_SOURCE = 2**30, 200_000
+_NODE = 64      # an item of a list weighs as much as this many characters, which is about what it takes in memory
+_ROWS = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
+_COMPOUND = (*_ROWS, dict)
 
 class TemplateStopped(jinja2.TemplateError):
     "The template went over a limit of time or size"
 
 def _check(ok, what='a value'):
     if not ok: raise TemplateStopped(f'the chat template made {what} of more than {MAX_CHARS:,} characters')
+
+def _weigh(value, room=MAX_CHARS):
+    "`room` less the weight of a value; raises `TemplateStopped` as soon as none is left, so nothing is walked longer than that"
+    if value is None or value is True or value is False: pass
+    elif isinstance(value, (str, bytes)): room -= len(value)
+    elif isinstance(value, int): room -= value.bit_length() // 3; _check(value.bit_length() < 8192)
+    elif isinstance(value, dict):
+        room -= 2 * _NODE * len(value); _check(room >= 0)
+        for key, item in value.items(): room = _weigh(item, room - len(key) if type(key) is str else _weigh(key, room))
+    elif isinstance(value, _ROWS):
+        room -= _NODE * len(value); _check(room >= 0)
+        for item in value: room = room - len(item) if type(item) is str else _weigh(item, room)
+    _check(room >= 0)
+    return room
 
 class _Generation(Extension):
     "`{% generation %} … {% endgeneration %}` marks text to train on; here it changes nothing"
@@ -96,95 +117,375 @@ class _Generation(Extension):
         next(parser.stream)
         return parser.parse_statements(['name:endgeneration'], drop_needle=True)
 
-def _guarded(filter):
-    "A filter that refuses huge numbers, such as `center(10**10)`"
-    @wraps(filter)                     # keeps the marks by which Jinja knows what to pass
-    def inner(*args, **kwargs):
-        for value in (*args, *kwargs.values()): _check(type(value) is not int or value <= MAX_CHARS)
-        return filter(*args, **kwargs)
-    return inner
+# %% ../../nbs/text/01_chat_template.ipynb #f591a15b
+def _filtered(node, filter): return nodes.Filter(node, filter, [], [], None, None, lineno=node.lineno)
+
+def _constant(node): return isinstance(node, nodes.Const) or isinstance(node, (nodes.List, nodes.Tuple)) and all(map(_constant, node.items))
+
+class _Wrapped(NodeTransformer):
+    "A template's syntax tree with gates where Jinja has no hook"
+    def __init__(self, escapes): self.escapes = escapes      # whether `{% autoescape %}` occurs
+
+    def _made(self, node):
+        node = self.generic_visit(node)
+        return node if getattr(node, 'ctx', 'load') != 'load' or _constant(node) else _filtered(node, '_born')
+    visit_List = visit_Tuple = visit_Dict = _made
+
+    def visit_Name(self, node): return _filtered(node, '_born') if node.ctx == 'load' and node.name in ('varargs', 'kwargs') else node
+    def visit_TemplateData(self, node): return (nodes.MarkSafeIfAutoescape if self.escapes else lambda n, lineno: n)(nodes.Const(node.data, lineno=node.lineno), lineno=node.lineno)
+
+    def visit_For(self, node):
+        node = self.generic_visit(node)
+        node.iter = _filtered(node.iter, '_watched')
+        return node
+
+    def _called(self, node):
+        node = self.generic_visit(node)
+        if node.dyn_args is not None: node.dyn_args = _filtered(node.dyn_args, '_unpacked')
+        return node
+    visit_Call = visit_Filter = visit_Test = _called
+
+    def visit_Concat(self, node):
+        node = self.generic_visit(node)
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), '_joined')
+
+    def visit_Pair(self, node):
+        node = self.generic_visit(node)
+        if not _constant(node.key): node.key = _filtered(node.key, '_ticked')
+        return node
+
+    def visit_Getitem(self, node):
+        node = self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice): return nodes.Filter(node.node, '_sliced', [p or nodes.Const(None, lineno=node.lineno) for p in (node.arg.start, node.arg.stop, node.arg.step)], [], None, None, lineno=node.lineno)
+        if not _constant(node.arg): node.arg = _filtered(node.arg, '_ticked')
+        return node
+
+    def visit_Compare(self, node):
+        node = self.generic_visit(node)
+        sides = [node.expr, *[operand.expr for operand in node.ops]]
+        if len(sides) == 2 and _constant(sides[1] if node.ops[0].op in ('in', 'notin') else sides[sides[1].__class__ is nodes.Const]): return node
+        node.expr = _filtered(node.expr, '_ticked')
+        for operand in node.ops: operand.expr = _filtered(operand.expr, '_ticked')
+        return node
+
+# %% ../../nbs/text/01_chat_template.ipynb #c4c972c8
+def _replaced(text, old, new, count=-1):
+    if (len(text) // max(len(old), 1) + 1) * len(new) + len(text) <= MAX_CHARS: return      # nothing needs to be counted
+    found = text.count(old) if old else len(text) + 1
+    _check(len(text) + (found if count < 0 else min(found, count)) * (len(new) - len(old)) <= MAX_CHARS)
+
+def _lines(text): return 1 + sum(text.count(c) for c in '\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029')
+
+def _product(text, other=None, *rest):
+    if isinstance(other, str): _check(len(text) * len(other) <= 32 * MAX_CHARS)
+
+def _split(text, sep=None, maxsplit=-1):
+    if len(text) * _NODE <= MAX_CHARS: return
+    most = MAX_CHARS // _NODE
+    if maxsplit < 0 or maxsplit > most: _check((text.count(sep) if sep else len(text.split(None, most))) < most)
+
+def _rsplit(text, sep=None, maxsplit=-1): _product(text, sep); _split(text, sep, maxsplit)
+
+def _listed(value): _check(not isinstance(value, str) or len(value) * _NODE <= MAX_CHARS)      # a text as a list of characters
+
+def _joins(text, items):
+    _listed(items)
+    items = items if isinstance(items, (list, tuple)) else list(items)
+    _check(len(text) * len(items) <= MAX_CHARS)
+    return (items,)
+
+def _translated(text, table):
+    values = table.values() if isinstance(table, dict) else table if isinstance(table, (list, tuple)) else ()
+    _check(len(text) * max((len(v) for v in values if isinstance(v, str)), default=1) <= MAX_CHARS)
+
+def _encoded(text, encoding='utf-8', errors=''):
+    if str(encoding).lower().replace('_', '-') not in ('utf-8', 'utf8', 'ascii', 'latin-1'): raise TemplateStopped('the chat template asks for an encoding that is not offered')
+
+def _rows(text, keepends=False): _check(len(text) * _NODE <= MAX_CHARS or _lines(text) * _NODE <= MAX_CHARS)
+
+def _tabbed(text, tabsize=8): _check(len(text) + text.count('\t') * tabsize <= MAX_CHARS)
+
+def _escaped(text, *rest): _check(len(text) <= 100_000)       # of text that is marked as safe
+
+_METHODS = (dict(replace=_replaced, split=_split, rsplit=_rsplit, join=_joins, translate=_translated, encode=_encoded, decode=_encoded, expandtabs=_tabbed, splitlines=_rows)
+            | dict.fromkeys(('strip', 'lstrip', 'rstrip', 'rfind', 'rindex', 'rpartition'), _product) | dict.fromkeys(('striptags', 'unescape', 'escape'), _escaped))
+
+# %% ../../nbs/text/01_chat_template.ipynb #3767cf51
+_CONVERSION = re.compile(r'%(?:\([^()]*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?')
+
+def _percent(text, values):
+    "Refuses `text % values` where the result could be too long"
+    _check(text.count('%') * 4 * _NODE <= MAX_CHARS)
+    found = [width for pair in _CONVERSION.findall(text) for width in pair if width]
+    _check('*' not in found and all(len(width) < 7 for width in found))
+    values = (MAX_CHARS - _weigh(values)) * (max(1, text.count('%(')) if isinstance(values, dict) else 1)
+    _check(len(text) + values + sum(map(int, found)) <= MAX_CHARS)
+
+class _Formatter(SandboxedFormatter):
+    "`str.format` that counts what it writes"
+    total = 0
+    def get_field(self, field_name, args, kwargs):
+        _check(len(field_name) <= 1000)
+        return super().get_field(field_name, args, kwargs)
+
+    def format_field(self, value, format_spec):
+        self._env._spend()
+        _check(not re.search(r'\d{7}', format_spec))
+        text = super().format_field(value, format_spec)
+        self.total += len(text)
+        _check(self.total <= MAX_CHARS)
+        return text
+
+class _MarkupFormatter(_Formatter, SandboxedEscapeFormatter): pass
+
+def _formats(sandbox, text, is_map):
+    "What stands for the methods `format` and `format_map` of a text"
+    def format(*args, **kwargs):
+        if is_map: args, kwargs = (), dict(*args, **kwargs)
+        formatter = _MarkupFormatter(sandbox, escape=text.escape) if isinstance(text, jinja2.utils.markupsafe.Markup) else _Formatter(sandbox)
+        return type(text)(formatter.vformat(text, args, kwargs))
+    return format
+
+# %% ../../nbs/text/01_chat_template.ipynb #01d88db5
+@jinja2.pass_eval_context
+def _join(eval_ctx, value, d='', attribute=None):
+    items, = _joins(str(d), value)
+    return FILTERS['join'](eval_ctx, items, d, attribute)
+
+@jinja2.pass_environment
+def _sum(environment, iterable, attribute=None, start=0):
+    if not isinstance(start, (int, float)): raise TemplateStopped('the chat template sums up what are no numbers')
+    return FILTERS['sum'](environment, iterable, attribute, start)
+
+@jinja2.pass_eval_context
+def _replace(eval_ctx, s, old, new, count=None):
+    _replaced(str(s), str(old), str(new), -1 if count is None else count)
+    return FILTERS['replace'](eval_ctx, s, old, new, count)
+
+def _indent(s, width=4, first=False, blank=False):
+    _check(len(s) + _lines(s) * max(_NODE if len(s) * _NODE > MAX_CHARS else 1, len(width) if isinstance(width, str) else width) <= MAX_CHARS)
+    return FILTERS['indent'](s, width, first, blank)
+
+def _format(value, *args, **kwargs):
+    _percent(str(value), kwargs or args)
+    return FILTERS['format'](value, *args, **kwargs)
+
+def _trim(value, chars=None):
+    _product(str(value), chars)
+    return FILTERS['trim'](value, chars)
+
+def _batch(value, linecount, fill_with=None):
+    _check(fill_with is None or linecount * _NODE <= MAX_CHARS)
+    return FILTERS['batch'](value, linecount, fill_with)
+
+def _round(value, precision=0, method='common'):
+    _check(abs(precision) <= 400)
+    return FILTERS['round'](value, precision, method)
+
+@jinja2.pass_environment
+def _wordwrap(environment, s, width=79, break_long_words=True, wrapstring=None, break_on_hyphens=True):
+    _check(len(s) * len(wrapstring or '') <= MAX_CHARS)
+    return FILTERS['wordwrap'](environment, s, width, break_long_words, wrapstring, break_on_hyphens)
+
+_OUR_FILTERS = dict(join=_join, sum=_sum, replace=_replace, indent=_indent, format=_format, trim=_trim, batch=_batch, round=_round, wordwrap=_wordwrap)
+_SHORT = dict(urlize=10_000, striptags=100_000, wordwrap=50_000, pprint=20_000, title=500_000, wordcount=500_000, xmlattr=500_000, urlencode=500_000)        # filter: longest text, or weight
+_SAME = frozenset(('default', 'd', 'first', 'last', 'min', 'max', 'random', 'attr', 'length', 'count', 'abs', 'float', 'safe'))                                # these make nothing new
+_LISTING = frozenset(('list', 'sort', 'batch', 'slice', 'groupby', 'map', 'select', 'reject', 'selectattr', 'rejectattr', 'unique', 'min', 'max', 'sum'))
+_EAGER = frozenset(('sort', 'groupby', 'unique', 'min', 'max', 'sum'))
+_BY_FIELD = _EAGER | {'map', 'selectattr', 'rejectattr'}                                                          # an argument is a path such as 'a.b'
 
 # %% ../../nbs/text/01_chat_template.ipynb #b8632500
+class _Meter:
+    "What one rendering may still use"
+    def __init__(self, seconds): self.deadline, self.left, self.written = time.monotonic() + seconds, _MAX_SPENT, 4 * MAX_CHARS
+
 class _Clocked(ImmutableSandboxedEnvironment):
-    "Jinja as chat templates expect it, bounded in time and in the length of its output"
+    "Jinja as chat templates expect it, bounded in time and in all that it makes"
     def __init__(self, seconds=MAX_SECONDS, now=datetime.now):
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self._seconds, self._local = seconds, threading.local()
-        self.filters = {name: _guarded(f) for name, f in self.filters.items()} | {'tojson': _tojson, '_watched': self._watched}
-        self.globals |= dict(raise_exception=_raise_exception, strftime_now=lambda form: now().strftime(form))
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False, finalize=self._written)
+        self._seconds, self._local, self.concat = seconds, threading.local(), self._concat
+        self.globals |= dict(raise_exception=_raise_exception, strftime_now=lambda form: now().strftime(form if len(form) <= 1000 else _check(False)), namespace=_Namespace)
         del self.globals['lipsum']
 
-    def _tick(self):
-        if time.monotonic() > self._local.deadline: raise TemplateStopped(f'the chat template ran for more than {self._seconds:g} seconds')
+    def _spend(self, size=_NODE):
+        meter = self._local.meter
+        meter.left -= size
+        if meter.left < 0: raise TemplateStopped(f'the chat template made values of more than {_MAX_SPENT:,} characters in all')
+        if time.monotonic() > meter.deadline: raise TemplateStopped(f'the chat template ran for more than {self._seconds:g} seconds')
 
-    def _watched(self, items):
-        for item in items: self._tick(); yield item
+    def _ticked(self, value): self._spend(0); return value
 
-    def _parse(self, source, name, filename):
-        tree = super()._parse(source, name, filename)
-        for loop in list(tree.find_all(nodes.For)): loop.iter = _filtered(loop.iter, '_watched')
-        return tree.set_environment(self)
+    def _born(self, value):
+        "The gate for every value that a template makes"
+        if isinstance(value, str):
+            _check(len(value) <= MAX_CHARS)
+            self._spend(_NODE + (len(value) if value.isascii() else 4 * len(value)))
+            return value
+        _weigh(value)
+        self._spend(_NODE * (1 + len(value)) if isinstance(value, _COMPOUND) else _NODE)
+        return value
 
-    def call(self, context, function, *args, **kwargs):
-        self._tick()
-        return super().call(context, function, *args, **kwargs)
+    @jinja2.pass_context
+    def _written(self, context, value):
+        "Jinja's gate for what is put out, whether it goes to the prompt, into a variable or to a macro's caller"
+        if not isinstance(value, str): value = value if isinstance(value, jinja2.Undefined) else str(value)
+        meter = self._local.meter
+        meter.written -= 16 if isinstance(value, jinja2.Undefined) else 16 + len(value)
+        _check(meter.written >= 0, 'prompts')
+        if time.monotonic() > meter.deadline: self._spend(0)
+        return value
+
+    def _concat(self, pieces):
+        pieces = list(pieces)
+        _check(sum(map(len, pieces)) <= MAX_CHARS)
+        return self._born(''.join(pieces))
 
     def run(self, template, variables):
         "The template's output"
-        self._local.deadline = time.monotonic() + self._seconds
+        self._local.meter = _Meter(self._seconds)
         parts, total = [], 0
         for part in template.generate(variables):
-            self._tick()
             parts.append(part); total += len(part)
             _check(total <= MAX_CHARS, 'a prompt')
         return ''.join(parts)
 
-def _filtered(node, filter): return nodes.Filter(node, filter, [], [], None, None, lineno=node.lineno)
+class _Namespace(jinja2.utils.Namespace):
+    "A namespace that does not write out what it holds: it can hold itself"
+    def __repr__(self): return '<Namespace>'
 
 # %% ../../nbs/text/01_chat_template.ipynb #4ef11ca1
+class _Stream:
+    "What a lazy filter yields: each item by the clock, all together no heavier than one value"
+    def __init__(self, sandbox, items, depth):
+        if depth > 50: raise TemplateStopped('the chat template chains too many filters')
+        self._sandbox, self._items, self._depth, self._room = sandbox, items, depth, MAX_CHARS
+
+    def __iter__(self): return self
+
+    def __next__(self):
+        item = next(self._items)
+        self._sandbox._spend()
+        self._room = _weigh(item, self._room - _NODE)
+        return item
+
 class _Sandbox(_Clocked):
-    "The same, with single values bounded too"
-    intercepted_binops = frozenset(['+', '*', '**', '%'])
+    "The same, with gates at loops, literals, operators, filters and calls"
+    intercepted_binops = frozenset(['+', '-', '*', '//', '**', '%'])
 
     def __init__(self, seconds=MAX_SECONDS, now=datetime.now):
         super().__init__(seconds, now)
-        self.filters['_sized'] = self._sized
+        self._safe = {}
+        self.filters = {name: self._guarded(name, f) for name, f in (self.filters | _OUR_FILTERS | {'tojson': partial(_tojson, self._ticked)}).items()}
+        self.filters |= {f.__name__: f for f in (self._born, self._ticked, self._watched, self._unpacked, self._joined, self._sliced)}
+        self.tests = {name: self._guarded_test(f) for name, f in self.tests.items()}
 
-    def _sized(self, text):
-        _check(len(text) <= MAX_CHARS)
-        return text
+    def _watched(self, items):
+        for item in items: self._spend(); yield item
 
-    def _parse(self, source, name, filename):
-        tree = super()._parse(source, name, filename)
-        for joined in list(tree.find_all(nodes.Concat)): joined.nodes = [_filtered(nodes.Concat(joined.nodes, lineno=joined.lineno), '_sized')]
-        return tree.set_environment(self)
+    def _unpacked(self, items): _listed(items); self._spend(); return items
 
-    def call(self, context, function, *args, **kwargs):
+    def _sliced(self, value, start, stop, step): return self._born(value[start:stop:step])
+
+    @jinja2.pass_eval_context
+    def _joined(self, eval_ctx, values):
+        texts, total = [], 0
+        for value in values:
+            texts.append(value if isinstance(value, str) else value if eval_ctx.autoescape else str(value)); total += len(texts[-1]) if isinstance(texts[-1], str) else 0
+            _check(total <= MAX_CHARS)
+        return self._born(jinja2.runtime.markup_join(texts) if eval_ctx.autoescape else ''.join(texts))
+
+    def _guarded(self, name, filter):
+        "A filter that looks at its arguments before and at its result after"
+        first, longest, listing, by_field, same = int(hasattr(filter, 'jinja_pass_arg')), _SHORT.get(name), name in _LISTING, name in _BY_FIELD, name in _SAME
+        @wraps(filter)                     # keeps the marks by which Jinja knows what to pass
+        def inner(*args, **kwargs):
+            value = args[first] if len(args) > first else None
+            self._spend()
+            for given in (*args[first:], *kwargs.values()):
+                if type(given) is int: _check(given <= MAX_CHARS)
+            if listing: _listed(value)
+            if by_field: args = self._by_field(args, first, kwargs, name in _EAGER)
+            if longest: _check(_weigh(value) >= MAX_CHARS - longest)
+            result = filter(*args, **kwargs)
+            if same: return result
+            if isinstance(result, Iterator) and type(result) is not _Stream: return _Stream(self, result, 1 + (value._depth if type(value) is _Stream else 0))
+            return self._born(result)
+        return inner
+
+    def _by_field(self, args, first, kwargs, eager):
+        "The arguments of a filter that looks up a path such as 'a.b' in every item, where that is not too much to do without a look at the clock"
+        if eager and type(args[first]) is _Stream: args = (*args[:first], list(args[first]), *args[first + 1:])
+        parts = max(1 + len(p) // 100 + p.count('.') + p.count(',') for p in ('', *args[first + 1:first + 4], *kwargs.values()) if type(p) is str)
+        _check(parts <= 10 and (not eager or parts == 1 or parts * len(args[first]) * _NODE <= MAX_CHARS))
+        return args
+
+    def _guarded_test(self, test):
+        @wraps(test)
+        def inner(*args, **kwargs): self._spend(0); return test(*args, **kwargs)
+        return inner
+
+# %% ../../nbs/text/01_chat_template.ipynb #acb14245
+@patch
+def _generate(self: _Sandbox, source, name, filename, defer_init=False):
+    self._local.meter = _Meter(self._seconds)
+    escapes = source.find((nodes.EvalContextModifier, nodes.ScopedEvalContextModifier)) is not None
+    return ImmutableSandboxedEnvironment._generate(self, _Wrapped(escapes).visit(source).set_environment(self), name, filename, defer_init)
+
+@patch
+def call(self: _Sandbox, context, function, *args, **kwargs):
+    self._spend(4 * _NODE)
+    if not isinstance(function, jinja2.runtime.Macro):
         for value in (*args, *kwargs.values()): _check(type(value) is not int or value <= MAX_CHARS)
-        return super().call(context, function, *args, **kwargs)
+    if isinstance(function, jinja2.runtime.LoopContext): args = [self._watched(items) for items in args]
+    text = getattr(function, '__self__', None)
+    estimate = _METHODS.get(function.__name__) if isinstance(text, (str, bytes)) else None
+    if estimate:
+        changed = estimate(text, *args, **{k: v for k, v in kwargs.items() if k[:1] != '_'})
+        if changed: args = changed
+    return self._born(ImmutableSandboxedEnvironment.call(self, context, function, *args, **kwargs))
 
-    def wrap_str_format(self, value):
-        wrapped = super().wrap_str_format(value)
-        if wrapped is not None: _check(not re.search(r'\d{7}', value.__self__))       # a width such as {:99999999}
-        return wrapped
+@patch
+def is_safe_attribute(self: _Sandbox, obj, attr, value):
+    safe = self._safe.get((type(obj), attr))          # it depends on the type alone, and asking takes a third of a rendering
+    if safe is None:
+        safe = ImmutableSandboxedEnvironment.is_safe_attribute(self, obj, attr, value) and not (isinstance(obj, (bytes, bytearray)) and attr != 'decode')
+        if len(self._safe) < 1000: self._safe[type(obj), attr] = safe
+    return safe
 
-    def call_binop(self, context, operator, left, right):
-        size = lambda x: len(x) if hasattr(x, '__len__') else 0
-        if operator == '*': _check(max(size(left), 1) * right <= MAX_CHARS if size(left) and isinstance(right, int) else size(right) * left <= MAX_CHARS if size(right) and isinstance(left, int) else True)
-        if operator in ('*', '**') and isinstance(left, int) and isinstance(right, int): _check(left.bit_length() * (right if operator == '**' else 1) + right.bit_length() < 4096)
-        if operator == '%' and isinstance(left, str): _check(not re.search(r'\d{7}|\*', left))
-        if operator == '+': _check(size(left) + size(right) <= MAX_CHARS)
-        return super().call_binop(context, operator, left, right)
+@patch
+def wrap_str_format(self: _Sandbox, value):
+    if isinstance(value, str): return None
+    wrapped = ImmutableSandboxedEnvironment.wrap_str_format(self, value)
+    return wrapped and _formats(self, value.__self__, value.__name__ == 'format_map')
+
+@patch
+def call_binop(self: _Sandbox, context, operator, left, right):
+    if operator == '+' and type(left) is str and type(right) is str:                # what templates do most
+        _check(len(left) + len(right) <= MAX_CHARS)
+        text = left + right
+        self._spend(_NODE + (len(text) if text.isascii() else 4 * len(text)))
+        return text
+    if operator == '*':
+        for many, times in ((left, right), (right, left)):
+            if hasattr(many, '__len__') and isinstance(times, int): _check(times <= 0 or (MAX_CHARS - _weigh(many)) * times <= MAX_CHARS)
+    elif operator == '%' and isinstance(left, str): _percent(left, right)
+    if operator in ('*', '**') and isinstance(left, int) and isinstance(right, int): _check(left.bit_length() * (right if operator == '**' else 1) + right.bit_length() < 4096)
+    return self._born(ImmutableSandboxedEnvironment.call_binop(self, context, operator, left, right))
 
 # %% ../../nbs/text/01_chat_template.ipynb #6a845c79
 class _Raised(jinja2.TemplateError):
     "The template called `raise_exception`"
 
-def _raise_exception(message): raise _Raised(str(message))
+def _raise_exception(message): raise _Raised(str(message)[:4000])
 
-def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    if isinstance(indent, int) and indent > 100: raise TemplateStopped('the chat template asks for an absurd indentation')
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _tojson(tick, value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    if isinstance(indent, int) and indent > 100 or isinstance(indent, str) and len(indent) > 100 or separators is not None and sum(map(len, separators)) > 100: raise TemplateStopped('the chat template asks for an absurd indentation')
+    if indent is None: return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
+    pieces, total = [], 0
+    for piece in json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys).iterencode(value):      # what dumps does with an indentation
+        pieces.append(piece); total += len(piece)
+        _check(total <= MAX_CHARS); tick(None)
+    return ''.join(pieces)
 
 # %% ../../nbs/text/01_chat_template.ipynb #e134a92d
 CHATML = ("{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -201,9 +502,12 @@ class ChatTemplate:
         now=datetime.now):        # the clock of `strftime_now`
         self.source, self.bos_token, self.eos_token, self.origin = source, bos_token, eos_token, origin
         self._sandbox, self._known = _Sandbox(seconds, now), None
+        if source is not None and len(source) > _MAX_SOURCE: raise FormatError(f'the chat template has {len(source):,} characters, and {_MAX_SOURCE:,} are the most')
         try: self._template = None if source is None else self._sandbox.from_string(source)
-        except jinja2.TemplateSyntaxError as error: raise FormatError(f'the chat template has a fault in line {error.lineno}: {error.message}') from None
-        except RecursionError: raise FormatError('the chat template is nested too deeply') from None
+        except jinja2.TemplateSyntaxError as error: raise FormatError(f'the chat template has a fault in line {error.lineno}: {error.message}'[:400]) from None
+        except (RecursionError, MemoryError): raise FormatError('the chat template is nested too deeply') from None
+        except SyntaxError as error: raise FormatError(f'the chat template cannot be compiled: {error.msg}'[:400]) from None      # Python's, of what Jinja made of it
+        except Exception as error: raise FormatError(f'the chat template cannot be compiled: {type(error).__name__} {error}'[:400]) from None
 
     def __repr__(self): return f'ChatTemplate({self.origin}, {len(self.source or "")} characters)' if self.source is not None else 'ChatTemplate(none)'
 
@@ -230,7 +534,7 @@ def _run(self: ChatTemplate, messages, add_generation_prompt, tools, kwargs):
     except _Raised as error: raise RequestError(str(error), 'messages', 'chat_template') from None
     except TemplateStopped as error: raise RequestError(str(error), 'messages', 'chat_template') from None
     except RecursionError: raise RequestError('the chat template, or what it was given, is nested too deeply', 'messages', 'chat_template') from None
-    except Exception as error: raise RequestError(f'the chat template cannot write these messages: {error}', 'messages', 'chat_template') from None
+    except Exception as error: raise RequestError(f'the chat template cannot write these messages: {error}'[:4000], 'messages', 'chat_template') from None
 
 @patch
 def _messages(self: ChatTemplate, messages, end=''):
