@@ -109,6 +109,7 @@ def bytes_to_halves(word, selector):
     "Two signed bytes whose top bits were turned, chosen by `selector` (0x4140: the low two, 0x4342: the high two), as halves"
     return fma_halves(byte_permute(word, np.uint32(0x64646464), selector), np.uint32(0x3c003c00), np.uint32(0xe480e480))
 
+# %% ../../nbs/cuda/03_attention.ipynb #f795d412
 @lru_cache(None)
 def byte_page_products(head_dim, own, stride):
     "`page_products` for pages of bytes. Lane 4g+t: keys of positions g and 8+g, elements 64c+16t … +15; values of positions 2t, 2t+1, 8+2t, 9+2t, elements 128c+16g … +15; acc: i = 2 (4c+w) + j, elements 128c+16g+4w+2j and the next"
@@ -165,6 +166,7 @@ def stretch_of(position, splits):
     "Pages of a stretch, when the newest position is `position`"
     return max((position // PAGE + splits) // splits, np.int64(SHORTEST))
 
+# %% ../../nbs/cuda/03_attention.ipynb #ec637f0c
 @lru_cache(None)
 def head_storer(head_dim, kv):
     "A device function of a warp: elements lane, lane + 32, … of a head go to page `home // PAGE`, place `home % PAGE`"
@@ -190,6 +192,7 @@ def head_storer(head_dim, kv):
             if lane & 1 == 0: store_u32(pages + 2 * (home * head_dim + lane + 32 * j), floats_to_halves(v[j], other))
     return store_bytes if kv == 'int8' else store_halves
 
+# %% ../../nbs/cuda/03_attention.ipynb #f55fb645
 @lru_cache(None)
 def store_keys_kernel(heads, kv_heads, head_dim, rope_dim, gated=True, eps=1e-6, kv='f16'):
     "Keys (normed, rotated) and values of all rows into their pages. Arguments: x, k_norm weight (0: none), angles, keys, values, their scales, slots, table, positions as `attend_kernel`; x_stride, table_stride. Launch with rows · kv_heads blocks of 64 threads"
@@ -210,6 +213,7 @@ def store_keys_kernel(heads, kv_heads, head_dim, rope_dim, gated=True, eps=1e-6,
             store(values, value_scales, home, v, lane)
     return Kernel(store_keys, *[types.int64] * 10, *[types.int32] * 2, name=f'store_keys_{heads}_{kv_heads}_{head_dim}_{rope_dim}_{int(gated)}_{eps}_{kv}')
 
+# %% ../../nbs/cuda/03_attention.ipynb #ebf34204
 @lru_cache(None)
 def attend_kernel(heads, kv_heads, head_dim, rope_dim, splits, gated=True, normed=True, eps=1e-6, kv='f16', stored=False):
     """Arguments: x (sequences, x_stride) float32, rows [each head: query (| gate) | keys | values], q_norm and k_norm weights, angles, key pages, value pages, their scales (pages, kv_heads, PAGE) float32 (kv 'int8'; 0 for 'f16'), slots (sequences) int32: which row of the table, table (slots, table_stride) int32, positions (sequences) int32,
