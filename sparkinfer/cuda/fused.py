@@ -117,6 +117,7 @@ def fat_stage(stage, columns, tokens, eps, threads):
     fill, before = dict(heads=(heads, no_weight), copy=(copy, no_weight), quantize=(quantize, no_weight), norm=(norm, norm_weight), gated=(gated, head_weight))[stage]
     return before, fill
 
+# %% ../../nbs/cuda/02_fused.ipynb #9fe04809
 def stage_vectors(stage, columns, threads): return -(-columns // (4 * threads)) if stage == 'norm' else 1
 
 @lru_cache(None)
@@ -128,6 +129,7 @@ def norm_factor(columns, eps, warps):
         return root_reciprocal(warp_sum(partial[token, lane] if lane < warps else np.float32(0), 32) * np.float32(1 / columns) + np.float32(eps))
     return factor
 
+# %% ../../nbs/cuda/02_fused.ipynb #0e92941f
 AHEAD = 16384       # bytes that a block asks for at a time
 
 @cuda.jit(device=True)
@@ -172,6 +174,7 @@ def rows_beside(name, columns, factor, chunk=2):
             row += (cuda.blockDim.x >> 5) * cuda.gridDim.x
     return others
 
+# %% ../../nbs/cuda/02_fused.ipynb #6dbf4ef7
 @lru_cache(None)
 def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=False, eps=1e-6, block=512, buffers=1, resident=1, beside=None):
     """y[t, row] (+)= W[row] · stage(x[t]), for kinds that are multiplied as integers. Arguments: the four planes, x, weight, gate, y (tokens, y_stride) float32, a range (address, bytes) to ask into the second cache meanwhile, the four planes of a second matrix of kind `beside` and the address of its answers (None: not looked at), y_stride, gate_stride (floats from one token's gate to the next), rows of W, rows of the second matrix.
@@ -277,6 +280,7 @@ def swiglu_rest(width, blocks=SWIGLU_BLOCKS):
     "How many numbers at the end of a record `fat_swiglu` leaves to the next kernel"
     return width - width // (32 * blocks) * 32 * blocks
 
+# %% ../../nbs/cuda/02_fused.ipynb #7fc7f035
 @lru_cache(None)
 def fat_swiglu_kernel(name, columns, width, chunk=3, eps=1e-6, blocks=SWIGLU_BLOCKS):
     """The record of silu(gate · x) · (up · x), x = RMSNorm(h), of one token; its last `swiglu_rest` numbers not, but their gates, then their ups, as floats. W: `width` rows of gate, then of up.
@@ -343,6 +347,7 @@ def fat_swiglu_kernel(name, columns, width, chunk=3, eps=1e-6, blocks=SWIGLU_BLO
             quantize_four(record, width, 32 * (warp * blocks + cuda.blockIdx.x) + 4 * lane if lane < 8 else np.int64(width), silu(v[0]) * u[0], silu(v[1]) * u[1], silu(v[2]) * u[2], silu(v[3]) * u[3])
     return Kernel(fat_swiglu, *[types.int64] * 10, name=f'fat_swiglu_{name}_{columns}_{width}_c{chunk}_b{blocks}_{eps}', bounds=(1024, 1))
 
+# %% ../../nbs/cuda/02_fused.ipynb #b175d56b
 def swiglu_fits(matrix):
     "Whether `fat_swiglu` takes this matrix (rows of gate, then as many of up)"
     return matrix.kind.rounded and matrix.kind.extra != (4, 0) and lanes_for(matrix.kind, matrix.columns) == 32 and matrix.rows % 64 == 0 and 0 < matrix.rows // (64 * SWIGLU_BLOCKS) <= 32 and record_bytes(matrix.columns) <= STAGE_BYTES

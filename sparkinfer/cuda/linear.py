@@ -77,6 +77,7 @@ def _rounding(store_word, store_pair, place=_plain_place):
 
 quantize_four, quantize_four_staged, quantize_four_tiled = _rounding(store_u32, store_f32x2), _rounding(store_u32_staged, store_f32x2_staged), _rounding(store_u32, store_f32x2, _tiled_place)
 
+# %% ../../nbs/cuda/01_linear.ipynb #6fa3d073
 def _quantize_rows(x, records, columns):
     launch_dependents()
     wait_for_previous()
@@ -335,6 +336,7 @@ def unit_dot(name, columns, staged):
         return value
     return dot_unit
 
+# %% ../../nbs/cuda/01_linear.ipynb #de09e744
 @lru_cache(None)
 def rounded_chunk(name, columns, tokens, rows, units, staged, row_step=None):
     "(fetch, compute) of `units` units of each of `rows` rows by a lane, for rounded activations; the rows are `row_step` units apart (None: neighbours). Device functions for `gemv_kernel`"
@@ -421,6 +423,7 @@ def block_sum(value, partial):
 @cuda.jit(device=True)
 def silu(v): return v * reciprocal(np.float32(1) + exp2(np.float32(-1.4426950408889634) * v))       # two special instructions where exp and a division are thirty
 
+# %% ../../nbs/cuda/01_linear.ipynb #d12fdab4
 @lru_cache(None)
 def stage_function(stage, columns, tokens, rounded, eps, threads, shared=True, tiled=False):
     """A device function (target, partial, x, weight, gate, piece) that a block of `threads` calls to make what the matrix meets: in shared memory all of it (piece 0), or in memory the piece of 1024 columns of that number. A barrier must follow.
@@ -507,6 +510,7 @@ def stage_function(stage, columns, tokens, rounded, eps, threads, shared=True, t
             keep(target, t, column, silu(v[0]) * u[0], silu(v[1]) * u[1], silu(v[2]) * u[2], silu(v[3]) * u[3])
     return dict(copy=copy, quantize=quantize, norm=norm, gated=gated, swiglu=swiglu)[stage]
 
+# %% ../../nbs/cuda/01_linear.ipynb #0776c636
 @lru_cache(None)
 def stage_kernel(stage, columns, rounded=True, eps=1e-6):
     "A stage as a kernel of its own, for matrices of so many blocks that each doing it costs more than a launch. Arguments: x, weight, gate, target (tokens of records or floats). Launch through `prepare`"
@@ -529,6 +533,7 @@ def prepare(stage, columns, x, target, tokens=1, weight=0, gate=0, rounded=True,
 STAGE_BYTES = 46080 # of activations that fit into shared memory
 CHUNK = 4           # units that a lane has in flight for each row; more need registers that hold warps back
 
+# %% ../../nbs/cuda/01_linear.ipynb #c28f0cb0
 @lru_cache(None)
 def gemv_kernel(name, columns, tokens=1, rows_each=1, chunk=CHUNK, stage='direct', add=False, eps=1e-6, block=128):
     """y[t, row] = W[row] · stage(x[t]) for `tokens` (1–8) rows of activations. Arguments: the four planes, x, the norm's weight and the gate's address (0 where the stage has none), y (tokens, y_stride) float32, y_stride, number of rows of W.
@@ -570,6 +575,7 @@ def gemv_kernel(name, columns, tokens=1, rows_each=1, chunk=CHUNK, stage='direct
         _finish(total, rows, tokens, lanes, lane, min(row, np.int64(num_rows - rows)), row, row < num_rows, extra, factored, add, y, y_stride)
     return Kernel(gemv, *[types.int64] * 8, types.int32, types.int32, name=f'gemv_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}_b{block if staged and stage != "copy" else 0}_{eps}')
 
+# %% ../../nbs/cuda/01_linear.ipynb #f077f5c6
 @cuda.jit(device=True)
 def _finish(total, rows, tokens, lanes, lane, row, own, inside, extra, factored, add, y, y_stride):
     for i in range(rows * tokens):
