@@ -240,6 +240,7 @@ class _MarkupFormatter(_Formatter, SandboxedEscapeFormatter): pass
 
 def _formats(sandbox, text, is_map):
     "What stands for the methods `format` and `format_map` of a text"
+    _check(text.count('{') * _NODE <= MAX_CHARS)
     def format(*args, **kwargs):
         if is_map: args, kwargs = (), dict(*args, **kwargs)
         formatter = _MarkupFormatter(sandbox, escape=text.escape) if isinstance(text, jinja2.utils.markupsafe.Markup) else _Formatter(sandbox)
@@ -325,33 +326,37 @@ class _Clocked(ImmutableSandboxedEnvironment):
         self._spend(_NODE * (1 + len(value)) if isinstance(value, _COMPOUND) else _NODE)
         return value
 
-    @jinja2.pass_context
-    def _written(self, context, value):
-        "Jinja's gate for what is put out, whether it goes to the prompt, into a variable or to a macro's caller"
-        if not isinstance(value, str): value = value if isinstance(value, jinja2.Undefined) else str(value)
-        meter = self._local.meter
-        meter.written -= 16 if isinstance(value, jinja2.Undefined) else 16 + len(value)
-        _check(meter.written >= 0, 'prompts')
-        if time.monotonic() > meter.deadline: self._spend(0)
-        return value
-
-    def _concat(self, pieces):
-        pieces = list(pieces)
-        _check(sum(map(len, pieces)) <= MAX_CHARS)
-        return self._born(''.join(pieces))
-
-    def run(self, template, variables):
-        "The template's output"
-        self._local.meter = _Meter(self._seconds)
-        parts, total = [], 0
-        for part in template.generate(variables):
-            parts.append(part); total += len(part)
-            _check(total <= MAX_CHARS, 'a prompt')
-        return ''.join(parts)
-
 class _Namespace(jinja2.utils.Namespace):
     "A namespace that does not write out what it holds: it can hold itself"
     def __repr__(self): return '<Namespace>'
+
+# %% ../../nbs/text/01_chat_template.ipynb #acb14245
+@patch
+@jinja2.pass_context
+def _written(self: _Clocked, context, value):
+    "Jinja's gate for what is put out, whether it goes to the prompt, into a variable or to a macro's caller"
+    if not isinstance(value, str): value = value if isinstance(value, jinja2.Undefined) else str(value)
+    meter = self._local.meter
+    meter.written -= 16 if isinstance(value, jinja2.Undefined) else 16 + len(value)
+    _check(meter.written >= 0, 'prompts')
+    if time.monotonic() > meter.deadline: self._spend(0)
+    return value
+
+@patch
+def _concat(self: _Clocked, pieces):
+    pieces = list(pieces)
+    _check(sum(map(len, pieces)) <= MAX_CHARS)
+    return self._born(''.join(pieces))
+
+@patch
+def run(self: _Clocked, template, variables):
+    "The template's output"
+    self._local.meter = _Meter(self._seconds)
+    parts, total = [], 0
+    for part in template.generate(variables):
+        parts.append(part); total += len(part)
+        _check(total <= MAX_CHARS, 'a prompt')
+    return ''.join(parts)
 
 # %% ../../nbs/text/01_chat_template.ipynb #4ef11ca1
 class _Stream:
@@ -394,37 +399,41 @@ class _Sandbox(_Clocked):
             _check(total <= MAX_CHARS)
         return self._born(jinja2.runtime.markup_join(texts) if eval_ctx.autoescape else ''.join(texts))
 
-    def _guarded(self, name, filter):
-        "A filter that looks at its arguments before and at its result after"
-        first, longest, listing, by_field, same = int(hasattr(filter, 'jinja_pass_arg')), _SHORT.get(name), name in _LISTING, name in _BY_FIELD, name in _SAME
-        @wraps(filter)                     # keeps the marks by which Jinja knows what to pass
-        def inner(*args, **kwargs):
-            value = args[first] if len(args) > first else None
-            self._spend()
-            for given in (*args[first:], *kwargs.values()):
-                if type(given) is int: _check(given <= MAX_CHARS)
-            if listing: _listed(value)
-            if by_field: args = self._by_field(args, first, kwargs, name in _EAGER)
-            if longest: _check(_weigh(value) >= MAX_CHARS - longest)
-            result = filter(*args, **kwargs)
-            if same: return result
-            if isinstance(result, Iterator) and type(result) is not _Stream: return _Stream(self, result, 1 + (value._depth if type(value) is _Stream else 0))
-            return self._born(result)
-        return inner
+# %% ../../nbs/text/01_chat_template.ipynb #33c07650
+@patch
+def _guarded(self: _Sandbox, name, filter):
+    "A filter that looks at its arguments before and at its result after"
+    first, longest, listing, by_field, same = int(hasattr(filter, 'jinja_pass_arg')), _SHORT.get(name), name in _LISTING, name in _BY_FIELD, name in _SAME
+    @wraps(filter)                     # keeps the marks by which Jinja knows what to pass
+    def inner(*args, **kwargs):
+        value = args[first] if len(args) > first else None
+        self._spend()
+        for given in (*args[first:], *kwargs.values()):
+            if type(given) is int: _check(given <= MAX_CHARS)
+        if listing: _listed(value)
+        if by_field: args = self._by_field(args, first, kwargs, name in _EAGER)
+        if longest: _check(_weigh(value) >= MAX_CHARS - longest)
+        result = filter(*args, **kwargs)
+        if same: return result
+        if isinstance(result, Iterator) and type(result) is not _Stream: return _Stream(self, result, 1 + (value._depth if type(value) is _Stream else 0))
+        return self._born(result)
+    return inner
 
-    def _by_field(self, args, first, kwargs, eager):
-        "The arguments of a filter that looks up a path such as 'a.b' in every item, where that is not too much to do without a look at the clock"
-        if eager and type(args[first]) is _Stream: args = (*args[:first], list(args[first]), *args[first + 1:])
-        parts = max(1 + len(p) // 100 + p.count('.') + p.count(',') for p in ('', *args[first + 1:first + 4], *kwargs.values()) if type(p) is str)
-        _check(parts <= 10 and (not eager or parts == 1 or parts * len(args[first]) * _NODE <= MAX_CHARS))
-        return args
+@patch
+def _by_field(self: _Sandbox, args, first, kwargs, eager):
+    "The arguments of a filter that looks up a path such as 'a.b' in every item, where that is not too much to do without a look at the clock"
+    if eager and type(args[first]) is _Stream: args = (*args[:first], list(args[first]), *args[first + 1:])
+    parts = max(1 + len(p) // 100 + p.count('.') + p.count(',') for p in ('', *args[first + 1:first + 4], *kwargs.values()) if type(p) is str)
+    _check(parts <= 10 and (not eager or parts == 1 or parts * len(args[first]) * _NODE <= MAX_CHARS))
+    return args
 
-    def _guarded_test(self, test):
-        @wraps(test)
-        def inner(*args, **kwargs): self._spend(0); return test(*args, **kwargs)
-        return inner
+@patch
+def _guarded_test(self: _Sandbox, test):
+    @wraps(test)
+    def inner(*args, **kwargs): self._spend(0); return test(*args, **kwargs)
+    return inner
 
-# %% ../../nbs/text/01_chat_template.ipynb #acb14245
+# %% ../../nbs/text/01_chat_template.ipynb #40b6fc14
 @patch
 def _generate(self: _Sandbox, source, name, filename, defer_init=False):
     self._local.meter = _Meter(self._seconds)
