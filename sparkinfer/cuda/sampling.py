@@ -36,6 +36,7 @@ def best_of_block(word, number, words, numbers):
         if words[i] > top or words[i] == top and numbers[i] < lowest: top, lowest = words[i], numbers[i]
     return top, lowest
 
+# %% ../../nbs/cuda/06_sampling.ipynb #86d60f02
 def _best_of_parts(logits, found, vocabulary):
     launch_dependents()
     words = cuda.shared.array(32, np.uint32)
@@ -54,6 +55,7 @@ def _best_of_parts(logits, found, vocabulary):
         store_u32(found + 8 * cuda.blockIdx.x, best)
         store_u32(found + 8 * cuda.blockIdx.x + 4, number)
 
+# %% ../../nbs/cuda/06_sampling.ipynb #dcb7a87e
 def _best_of_all(found, tokens, positions, log, log_stride):
     launch_dependents()
     words = cuda.shared.array(32, np.uint32)
@@ -108,6 +110,7 @@ def penalties_of(spec):
     np.add.at(out[:, 3], place(history[spec.prompt_length:]), 1)
     return out
 
+# %% ../../nbs/cuda/06_sampling.ipynb #c663e25f
 def mask_rows(specs, vocabulary):
     "The masks of those `specs` that have one, (masks, ⌈vocabulary / 32⌉) uint32: tokens past the end of a short one are not allowed"
     given = [s.allowed for s in specs if len(s.allowed)]
@@ -156,6 +159,7 @@ def adjust(logits, draws, entries, masks, vocabulary, rows, stream=None, depende
     penalise_kernel.launch(rows, 256, logits, draws, entries, vocabulary, stream=stream, dependent=dependent)
     mask_kernel.launch(rows * DRAW_BLOCKS, 256, logits, draws, masks, vocabulary, -(-vocabulary // 32), stream=stream, dependent=dependent)
 
+# %% ../../nbs/cuda/06_sampling.ipynb #2fbb20b0
 @cuda.jit(device=True)
 def largest_word(found, parts, words):
     "The largest word of a row's `found` (parts, 2), in every thread; words: 1 word of shared memory"
@@ -186,6 +190,7 @@ def steepness_of(record): return np.float32(load_f64(record + 8) * 1.44269504088
 @cuda.jit(device=True)
 def filtered(record): return load_u32(record + 36) != 0 and (load_u32(record + 32) != 0 or load_f64(record + 16) < 1.)
 
+# %% ../../nbs/cuda/06_sampling.ipynb #f6435fbd
 def _weigh(logits, draws, found, masses, counts, vocabulary, parts):
     launch_dependents()
     words = cuda.shared.array(1, np.uint32)
@@ -230,6 +235,7 @@ def noise_at_most(uniform):
 @cuda.jit(device=True)
 def noise_of(uniform): return -math.log(-math.log1p(-uniform))
 
+# %% ../../nbs/cuda/06_sampling.ipynb #6e0af3a8
 @cuda.jit(device=True)
 def winner_of_block(score, token, scores, tokens):
     "(largest score, lowest token among equals) of a block of 256; scores, tokens: shared memory of one number a thread. Token −1: none"
@@ -249,6 +255,7 @@ def winner_of_block(score, token, scores, tokens):
 @cuda.jit(device=True)
 def floor_of(record, best): return max(np.float64(best) * load_f64(record + 8) + load_f64(record + 24), -1.7976931348623157e308)
 
+# %% ../../nbs/cuda/06_sampling.ipynb #e4848e0a
 @cuda.jit(device=True)
 def last_bin(masses, counts, top_k, top_p, sums_mass, sums_count, before, goals, where):
     "The bin in which `top_k` tokens are reached, or without it the mass of top-p; all threads of a block of 256 call it. sums: 32 numbers of shared memory each, before: 2, goals and where: 1"
@@ -333,6 +340,7 @@ def place_of(value, token):
     "Smaller comes first: falling value (−0 is 0), then rising id"
     return np.uint64(bits_xor(ordered(value + np.float32(0)), np.uint32(0xffffffff))) << np.uint64(32) | np.uint64(token)
 
+# %% ../../nbs/cuda/06_sampling.ipynb #8cd44ad8
 @cuda.jit(device=True)
 def cut(source, target, many, limit, by_mass, goal, best, steepness, mass, sums, where):
     "The place of the last token that stays: of those up to `limit`, by mass the first with which `goal` is reached, else the `goal`-th. mass: 256 int64 of shared memory, sums: 32, where: 2"
@@ -368,6 +376,7 @@ def cut(source, target, many, limit, by_mass, goal, best, steepness, mass, sums,
         shift -= np.uint64(8)
     return prefix
 
+# %% ../../nbs/cuda/06_sampling.ipynb #c0a6383b
 def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners, last, vocabulary, parts):
     launch_dependents()
     words = cuda.shared.array(1, np.uint32)
@@ -426,6 +435,7 @@ def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners,
 
 decide_kernel = Kernel(_decide, *[types.int64] * 10, types.int32, types.int32, name='decide')       # (logits, draws, found, masses, counts, listed, length, drawn (rows) int32, owners (rows) int32, last int32; vocabulary, parts), a block of 256 threads a row
 
+# %% ../../nbs/cuda/06_sampling.ipynb #b23035f2
 def _feed(tokens, owners, last):
     launch_dependents()
     wait_for_previous()
@@ -434,6 +444,7 @@ def _feed(tokens, owners, last):
 
 feed_kernel = Kernel(_feed, *[types.int64] * 3, name='feed')       # (tokens, owners, last): a token below 0 becomes its owner's last one; one block, a thread a row
 
+# %% ../../nbs/cuda/06_sampling.ipynb #e3661a36
 def sampling_bytes(rows, vocabulary):
     "Sizes of what a draw of `rows` rows works in; all of it starts as zeros"
     return dict(draws=rows * DRAW_BYTES, masks=4 * rows * -(-vocabulary // 32), masses=8 * BINS * rows, counts=4 * BINS * rows, listed=4 * rows * vocabulary, length=4 * rows, drawn=4 * rows)
