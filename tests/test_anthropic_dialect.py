@@ -211,7 +211,7 @@ def test_a_schema_is_kept_and_a_wrong_one_is_refused(client):
     for prompt in ('greet', 'ponder'):                                                                 # after the reasoning, not within it
         message = both(client, prompt, output_config=dict(format=dict(type='json_schema', schema=schema)), tools=[], max_tokens=1500)
         assert json.loads(message.content[-1].text)['sky'] in ('blue', 'grey')
-    with pytest.raises(anthropic.BadRequestError, match='the grammar cannot be used'): client.messages.create(**asked('a', output_config=dict(format=dict(type='json_schema', schema=dict(type='string', pattern='['))), tools=[]))
+    with pytest.raises(anthropic.BadRequestError, match='the schema cannot be used'): client.messages.create(**asked('a', output_config=dict(format=dict(type='json_schema', schema=dict(type='string', pattern='['))), tools=[]))
 
 def test_choices_of_tools(client):
     assert [b.type for b in both(client, 'two at once', tool_choice=dict(type='auto', disable_parallel_tool_use=True)).content].count('tool_use') == 1

@@ -6,9 +6,9 @@
 __all__ = ['LARGEST_DEPTH', 'MOST_PARTS', 'MOST_PROPERTIES', 'MOST_RULES', 'LARGEST_MULTIPLE', 'LARGEST_COMMON', 'LARGEST_EXACT',
            'LONGEST_NAME', 'COMPILE_SECONDS', 'COMPILE_STACK', 'FORMATS', 'RULES', 'PLACE_SECONDS', 'MOST_WAITING',
            'MOST_GIVEN_UP', 'PROBE_SECONDS', 'MASK_SECONDS', 'FREE_SECONDS', 'NOTHING', 'CALL_RULES',
-           'library_tokenizer', 'checked_schema', 'drawn_in', 'json_rules', 'lark_rules', 'gbnf_rules', 'in_bounds',
-           'GrammarCompiler', 'too_complex', 'Mark', 'only', 'Rules', 'Constraint', 'tool_grammar', 'tool_rules',
-           'hermes_rule', 'qwen_xml_rule', 'value_rule']
+           'library_tokenizer', 'checked_schema', 'drawn_in', 'json_rules', 'plain_regex', 'lark_rules', 'gbnf_rules',
+           'in_bounds', 'GrammarCompiler', 'too_complex', 'Mark', 'only', 'Rules', 'Constraint', 'tool_grammar',
+           'tool_rules', 'hermes_rule', 'qwen_xml_rule', 'value_rule']
 
 # %% ../../nbs/engine/04_grammar.ipynb #7fe2caba
 import bisect, json, math, re, threading, time, urllib.parse
@@ -183,7 +183,11 @@ def json_rules(text, refuse) -> str:
     try: return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
     except ValueError as error: raise refuse(f'the schema cannot be used: {_one_line(error)}') from None           # a number of more than 64 bits
 
-RULES = {'json_object': lambda text, refuse: json_rules('{"type": "object"}', refuse), 'json_schema': json_rules, 'regex': lambda text, refuse: LLMatcher.grammar_from_regex(text)}
+def plain_regex(text):
+    r"An expression for a Lark rule in which \d, \w and \s are those of ASCII, as in JSON Schema and as who asks for a date means them: to the library \d is also an Arabic digit, and U+1FBF0"
+    return f'/{regex_to_lark(text, "dws")}/'
+
+RULES = {'json_object': lambda text, refuse: json_rules('{"type": "object"}', refuse), 'json_schema': json_rules, 'regex': lambda text, refuse: LLMatcher.grammar_from_lark(f'start: {plain_regex(text)}')}
 
 def _one_line(error): return ' '.join(re.split('<state>|<non-verbose', str(error))[0].split())[:300]
 
@@ -333,7 +337,7 @@ def _compile(self: GrammarCompiler, grammar):
     try: rules = tool_rules(grammar.source, self.special, refuse) if grammar.kind == 'tools' else RULES[grammar.kind](grammar.source, refuse)
     except RequestError as error: return error
     matcher = LLMatcher(library, rules, log_level=0, limits=_LIMITS)
-    if matcher.is_error(): return refuse(f'the grammar cannot be used: {_one_line(matcher.get_error())}')
+    if matcher.is_error(): return refuse(f'the {"schema" if grammar.kind == "json_schema" else "grammar"} cannot be used: {_one_line(matcher.get_error())}')
     if lacking := next((c for c in spelled if c > '\x7f' and not self.bytes.issuperset(c.encode('utf-8', 'replace'))), None):
         return refuse(f'the grammar holds the character {lacking!r}, which no tokens of this model can spell')      # or a token would be allowed and then not taken
     if why := self._probe(matcher): return refuse(why)
@@ -630,7 +634,7 @@ class _Lark:
         "The whole, in the library's notation, with a rule `content` of another grammar's kind and source"
         others = []
         if kind in ('json_object', 'json_schema'): self.json('content', checked_schema(json.loads(source) if kind == 'json_schema' else {'type': 'object'}, refuse))
-        elif kind == 'regex': self.add('CONTENT', f'/{regex_to_lark(source, "")}/'); self.add('content', 'CONTENT')
+        elif kind == 'regex': self.add('CONTENT', plain_regex(source)); self.add('content', 'CONTENT')
         elif kind is not None:
             others = [{'lark_grammar': RULES[kind](source, refuse)}]
             self.add('content', '@content')
