@@ -30,6 +30,7 @@ def unordered(word):
     "The float of an `ordered` word"
     return as_float(np.uint32(word ^ np.uint32(0x80000000))) if word & np.uint32(0x80000000) else as_float(np.uint32(word ^ np.uint32(0xffffffff)))
 
+# %% ../../nbs/cuda/05_moe_routing.ipynb #082644d8
 @lru_cache(None)
 def chooser(experts, chosen, normalise):
     "Device functions (read, next, choose): `read(scores, keys, lane)` into a lane's keys; `next(keys, lane)` → (word of the best score left, its number), struck out; `choose(keys, lane)` → (number, share) of the expert that a lane below `chosen` keeps"
@@ -73,6 +74,7 @@ def chooser(experts, chosen, normalise):
 WARPS, THREADS = 16, 512        # in a block of the router and of gate and up
 ROUTER_ROWS = 3                 # of the router in a block: with the shared expert's blocks, one for each multiprocessor of a large card
 
+# %% ../../nbs/cuda/05_moe_routing.ipynb #40d2b1d9
 @lru_cache(None)
 def pair_tools(name, hidden, width, tokens, eps):
     "Device functions (load, compute, finish) of a block that makes 32 neighbouring numbers of a middle: a warp has two rows of gate and the same two of up"
@@ -101,6 +103,7 @@ def pair_tools(name, hidden, width, tokens, eps):
             quantize_four(target + warp * stride, width, column + four if lane < 8 else np.int64(width), numbers[warp, four], numbers[warp, four + 1], numbers[warp, four + 2], numbers[warp, four + 3])
     return load, compute, finish, (2 * units, kind.words), board
 
+# %% ../../nbs/cuda/05_moe_routing.ipynb #0fa96046
 @lru_cache(None)
 def router_kernel(shared_name, hidden, width, experts, chosen, shared, tokens=1, eps=1e-6):
     """scores = router · norm(h), for `tokens` (up to 8) rows a block; and the middle of the shared expert (`shared`: its width, 0 for none, or equal to `width`).
@@ -175,6 +178,7 @@ def router_kernel(shared_name, hidden, width, experts, chosen, shared, tokens=1,
         else: score(matrix, weight, h, scores, block * ROUTER_ROWS, partial, lane, warp)
     return Kernel(router, *[types.int64] * 9, name=f'router_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}_t{tokens}_{eps}', bounds=(THREADS, 2 if tokens == 1 or not shared else 1))
 
+# %% ../../nbs/cuda/05_moe_routing.ipynb #507f88dd
 def router_blocks(width, experts, shared, tokens, group):
     "Blocks of a launch for `tokens` rows, `group` of them in a block"
     return tokens // group * (-(-(experts + 1) // ROUTER_ROWS) + (width // 32 if shared else 0))
@@ -221,6 +225,7 @@ def experts_up_kernel(name, hidden, width, experts, chosen, eps=1e-6):
 # %% ../../nbs/cuda/05_moe_routing.ipynb #3c702038
 DOWN_WARPS = 8      # in a block of `down`
 
+# %% ../../nbs/cuda/05_moe_routing.ipynb #bf08f4e3
 @lru_cache(None)
 def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, shared, normalise=True):
     """h += Σ weight · (down of the chosen expert · its middle) + sigmoid(the last score) · (down of the shared one · its middle).

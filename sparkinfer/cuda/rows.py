@@ -56,6 +56,7 @@ UNITS = 4               # of each row in a stage
 LOW_STRIDE = 80         # bytes from a row to the next in shared memory
 MAGIC, MAGIC_FLOAT = 0x4b400000, 12582912.      # an integer added to the bits of 1.5 · 2²³ is the float of their sum
 
+# %% ../../nbs/cuda/08_rows.ipynb #90f6897b
 @lru_cache(None)
 def weight_stage(name, columns, tiles):
     "(bytes of a stage, begin, operands, scales): device functions for `tiles` · 16 rows of W"
@@ -313,6 +314,7 @@ def jobs_spec(ids, experts, most=8):
     for row, (e, mine) in zip(out, jobs): row[0], row[1], row[8:8 + len(mine)] = e, len(mine), mine
     return out
 
+# %% ../../nbs/cuda/08_rows.ipynb #083608b0
 @lru_cache(None)
 def jobs_kernel(experts, chosen, tokens, normalise=True, most=8):
     "most: pairs of a job, 8, 2 or 1. Arguments: scores (tokens, experts + 1), ids (tokens, chosen) int32, weights (tokens, chosen), jobs (tokens · chosen, 16) int32. One block of 1024 threads, a warp for each of up to 32 tokens"
@@ -409,6 +411,7 @@ def jobs_up_kernel(name, hidden, width, chosen, warps=4, resident=5):
             cuda.syncthreads()
     return Kernel(jobs_up, *[types.int64] * 7, name=f'jobs_up_{name}_{hidden}_{width}_{chosen}_w{warps}x{resident}', bounds=(32 * warps, resident))
 
+# %% ../../nbs/cuda/08_rows.ipynb #26602c96
 @lru_cache(None)
 def jobs_down_kernel(name, hidden, width, warps=4, resident=3):
     "Down of every pair, a warp by itself for 32 rows. Arguments: four planes of the stack (each expert: `hidden` rows), tiled records (pairs), jobs, parts (pairs, hidden) float32. Launch as `jobs_up_kernel`, at most pairs · hidden / (32 · warps) blocks"
@@ -438,6 +441,7 @@ def jobs_down_kernel(name, hidden, width, warps=4, resident=3):
             work += cuda.gridDim.x * warps
     return Kernel(jobs_down, *[types.int64] * 7, name=f'jobs_down_{name}_{hidden}_{width}_w{warps}x{resident}', bounds=(32 * warps, resident))
 
+# %% ../../nbs/cuda/08_rows.ipynb #c77dd3e9
 @lru_cache(None)
 def add_parts_kernel(hidden, experts, chosen, shared):
     "h += Σ weight · part, and sigmoid(the last score) · the shared expert's part (`shared`: there is one). Arguments: parts (tokens · chosen, hidden), shared parts (tokens, hidden), weights (tokens, chosen), scores (tokens, experts + 1), h (tokens, hidden). Launch with tokens · ⌈hidden / 256⌉ blocks of 256 threads"
@@ -500,6 +504,7 @@ def row_copies(name, columns, rows):
             raw[at, 4], raw[at, 5], raw[at, 6], raw[at, 7] = pair[0], pair[1], two(place + scale_at, index), two(place + extra_at, index >> 3)
     return nbytes, begin, fetch
 
+# %% ../../nbs/cuda/08_rows.ipynb #3800481d
 @lru_cache(None)
 def held_dot(name):
     "A device function (q, s, x, runs, t, u): an unpacked unit times unit `u` of row `t` of the activations in registers"
@@ -544,6 +549,7 @@ PAIR_BLOCKS = 132           # multiprocessors of a large card; on a smaller one 
 
 def pairs_at_once(hidden): return 2 if hidden <= 2048 else 1      # so that the activations fit into registers
 
+# %% ../../nbs/cuda/08_rows.ipynb #406beab3
 def pair_kernel(name, hidden_shape, places_each, place_bytes, most, warps, resident, ask, load, multiply, x_shape):
     """The walk over jobs. places_each: of an expert; ask(place, four planes, expert, number, lane) begins to copy a place; load(x, runs, t, source, pair, lane) brings a pair's activations; multiply[count − 1](place, x, runs, target, number, pairs, lane) does a place for so many pairs.
     Arguments of the kernel: four planes, source, jobs, target"""
@@ -654,6 +660,7 @@ def pairs_fit(up, down, hidden, width):
     fit = all(KINDS[n].rounded and n != 'NVFP4' for n in (up, down)) and hidden % 1024 == 0 and hidden <= 4096 and width % 128 == 0
     return fit and width // 32 // lanes_for(KINDS[down], width) <= 3 and all(n % 16 == 0 for n in plane_bytes(KINDS[up], 2, hidden)) and rows_at_once(down, width) is not None
 
+# %% ../../nbs/cuda/08_rows.ipynb #8e033e37
 @lru_cache(None)
 def pairs_down_kernel(name, hidden, width, most, resident=None):
     "Down of all pairs: four planes of the stack (each expert: `hidden` rows), middles (pairs, width) float32, jobs of `most`, parts (pairs, hidden) float32"
@@ -740,6 +747,7 @@ def conv_rows_kernel(channels, taps):
                 for i in range(taps - 1): past[i] = past[i + 1]
     return Kernel(conv_rows, *[types.int64] * 8, types.int32, name=f'conv_rows_{channels}_{taps}')
 
+# %% ../../nbs/cuda/08_rows.ipynb #d73c566a
 @lru_cache(None)
 def delta_rows_kernel(key_heads, value_heads, key_dim, value_dim, tiled, eps=1e-6):
     """The recurrence over runs of tokens, as `delta_step_kernel`. Arguments: y (rows, channels) of `conv_rows_kernel`, x (rows, x_stride) with a and b, decay (Hv), dt (Hv), state, slots, firsts, counts, positions of each run (int32), out (rows, Hv · value_dim); x_stride, place of a, place of b.
