@@ -18,6 +18,7 @@ from .ptx import launch_dependents, load_f32, load_u32, shuffle_from, store_f32,
 # %% ../../nbs/cuda/04_gated_deltanet.ipynb #recur002
 COLUMNS = 32        # of a head's state in one block
 
+# %% ../../nbs/cuda/04_gated_deltanet.ipynb #417c63c3
 @lru_cache(None)
 def recurrence(key_dim, eps):
     "Device functions (unit, gates, turn, total) for a block of 2 · key_dim threads, a warp for each group of key_dim / groups rows of the state, a lane for each of 32 columns"
