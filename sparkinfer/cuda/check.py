@@ -64,6 +64,7 @@ def _scalars(operands, out):
 
 scalars = Kernel(_scalars, types.int64, types.int64, name='check_scalars')
 
+# %% ../../nbs/cuda/90_check.ipynb #2769ac7e
 def _finite_halves(rng, count):
     "Words of two random finite halves of moderate size"
     return rng.normal(0, 1, 2 * count).astype(np.float16).view(np.uint32)
@@ -117,6 +118,7 @@ def check_warp(rng):
     for i, expected in enumerate(want): np.testing.assert_array_equal(got[i].view(np.int32) if i in (3, 5) else got[i], np.broadcast_to(expected, 32), err_msg=f'row {i}')
     return '8 exchanges'
 
+# %% ../../nbs/cuda/90_check.ipynb #afde442e
 def _matrix_products(a, b, out, out_int, out_half):
     lane = np.int64(cuda.threadIdx.x)
     g, t = lane >> 2, lane & 3
@@ -181,6 +183,7 @@ def check_gemv(type_name, rows, columns, tokens, rng, **options):
     assert error < (3e-6 if rows > 1 else 3e-5), f'{type_name} {rows} × {columns}, {tokens} tokens {options}: relative error {error:.1e}'       # a single number may be small by chance
     return error
 
+# %% ../../nbs/cuda/90_check.ipynb #e9b9d0f8
 TINY_SHAPES = [(5, 256, 2, {}), (3, 1280, 1, dict(rows_each=2, chunk=2))]
 FULL_SHAPES = [(1, 256, 1, {}), (37, 512, 3, {}), (130, 2048, 1, {}), (130, 2048, 8, dict(stage='direct')), (67, 5120, 2, dict(rows_each=2)), (129, 5120, 1, dict(rows_each=4, chunk=2)), (33, 17408, 4, {}), (200, 17408, 1, dict(chunk=8)), (64, 768, 5, dict(block=256))]
 
@@ -270,6 +273,7 @@ def check_beside(rng):
         assert worst < 1e-3, f'{name} and {other}: relative error {worst:.1e}'
     return f'relative error {worst:.1e}'
 
+# %% ../../nbs/cuda/90_check.ipynb #6b806e82
 def check_swiglu(rng):
     "The record of silu(gate · x) · (up · x): each run's scale, each byte within one of the nearest, nothing behind; what is left over; and the matrix that reads both"
     worst = 0.
@@ -339,6 +343,7 @@ def without_ties(h, weight):
         h = np.where(tied, h * np.float32(1.01), h)
     raise AssertionError('ties are left')
 
+# %% ../../nbs/cuda/90_check.ipynb #a66a4893
 def check_experts(rng):
     "Scores to residual stream, by the three kernels, against `moe_spec` and `shared_expert_spec` on the decoded weights with the activations rounded as the kernels round them. Two scores are made equal"
     tokens, hidden, width, experts, chosen = (1, 1024, 32, 32, 2) if SIMULATED else (3, 2048, 512, 256, 8)
@@ -612,6 +617,7 @@ def random_specs(rng, count, vocabulary):
         specs.append(SampleSpec(**kinds[i % len(kinds)], seed=int(rng.integers(1 << 62)), choice=i % 2, step=int(rng.integers(1000)), **more))
     return specs
 
+# %% ../../nbs/cuda/90_check.ipynb #e69d0e56
 def check_sampling(rng):
     "Every setting against `sample_spec`, token by token, with equal logits, banned tokens, and rows that cannot be drawn from; twice, since the second draw finds what the first left"
     rows, vocabulary, rounds = (2, 600, 1) if SIMULATED else (32, 248320, 3)
@@ -794,6 +800,7 @@ def noise_matrix(type_name, rows, columns, rng):
 # %% ../../nbs/cuda/90_check.ipynb #cadc7a09
 TUNE = dict(many=5, splits=0, ahead_attend=0, ahead_out=5, ahead_gate=5, ahead_dense=5, swiglu={}, beside=True)      # how a step is launched; `ahead_…`: MB of the next matrix that a kernel asks into the second cache when it has asked for the last of its own; swiglu: options of `fat_swiglu`, None: a kernel of its own; many: from so many rows on, the tensor cores; beside: the shared expert of many rows on a stream of its own
 
+# %% ../../nbs/cuda/90_check.ipynb #29280130
 class Walk:
     "All memory of one step of `rows` sequences of a model of noise (prompt: of so many tokens of one sequence), and `launch(stream)`, which launches it. `tokens` and `positions` are device memory"
     def __init__(self, model, context, rng, rows=1, kv='f16', prompt=False, **tune):
@@ -974,6 +981,7 @@ def part_table(walk, position, ceiling):
         rows.append([name, PARTS[name], times[name], f'{each * 1e6:.2f}', f'{size / 1e6:.2f}', f'{100 * size / each / ceiling:.0f}', f'{each * times[name] * 1e3:.3f}'])
     return rows, kept
 
+# %% ../../nbs/cuda/90_check.ipynb #4887ea14
 def bench_step(model, rng, contexts=(128, 4096, 32768), ceiling=4.11e12, rounds=21, save=False, rows=1, kv='f16', prompt=False, **more):
     "Replay a step of `model` at several lengths of context, and each kind of kernel alone"
     start = time.time()
@@ -1060,6 +1068,7 @@ def compile_all(capability=(9, 0), processes=None, launches=LAUNCHES):
     wanted = [(name, arguments, capability) for name, arguments in wanted] + [(name, (), capability) for name in ('scalars', 'warp', 'matrix_products', 'quantize_rows', 'read_all')]
     with ProcessPoolExecutor(processes) as pool: return sum(1 for _ in pool.map(_compile, wanted, chunksize=4))
 
+# %% ../../nbs/cuda/90_check.ipynb #f9677546
 CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_beside, check_swiglu, check_rows, check_experts, check_jobs, check_pairs, check_delta, check_attention, check_runs, check_sampling, check_ends)
 
 def run_check(name, seed):
@@ -1078,6 +1087,7 @@ def side_by_side(processes):
         from multiprocessing import get_context
         with ProcessPoolExecutor(processes, get_context('spawn')) as pool: yield pool.map
 
+# %% ../../nbs/cuda/90_check.ipynb #03785450
 def main(argv=None):
     "Run all checks; the exit status is the number that failed"
     parser = argparse.ArgumentParser(prog='python -m sparkinfer.cuda.check', description=main.__doc__)

@@ -86,6 +86,7 @@ def kernel_ptx(function, signature, capability=(9, 0)):
     code = re.sub(r'\.shared \.align \d+', '.shared .align 16', code)               # Numba aligns an array to its elements; vector loads and asynchronous copies want 16 bytes
     return code.replace(re.search(r'\.entry\s+([\w$]+)\s*\(', code)[1], 'kernel')
 
+# %% ../../nbs/cuda/00_ptx.ipynb #71b37e66
 @cache
 def ptxas_path():
     "Where `ptxas` is: in the wheel nvidia-cuda-nvcc, or on the PATH; None when there is none"
@@ -135,6 +136,7 @@ def byte_permute(a, b, selector):
         out |= (byte if digit < 8 else 0xff * (byte >> 7)) << 8 * i
     return np.uint32(out)
 
+# %% ../../nbs/cuda/00_ptx.ipynb #7b9f2c6b
 @ptx('shr.u32 $0, $1, $2;', u32, u32, u32)
 def shift_right(word, count):
     "word >> count, in 32 bits (Numba's own `>>` on two 32-bit numbers is 64 bits wide)"
@@ -219,6 +221,7 @@ def load_u32(address):
     "One word"
     return _peek(address, np.uint32, 1)[0]
 
+# %% ../../nbs/cuda/00_ptx.ipynb #2b19cd21
 @ptx('st.global.f32 [$0], $1;', types.void, i64, f32, effect=True)
 def store_f32(address, value):
     "Write one float"
@@ -235,6 +238,7 @@ def store_u32(address, word):
     "Write one word"
     _poke(address, np.uint32(word))
 
+# %% ../../nbs/cuda/00_ptx.ipynb #c8758fa8
 @ptx('prefetch.global.L2 [$0];', types.void, i64, effect=True)
 def prefetch_l2(address):
     "Ask for the line at `address` to be in the second cache soon"
@@ -255,6 +259,7 @@ def store16(address, a, b, c, d):
     assert address % 16 == 0
     _poke(address, np.uint32(a), np.uint32(b), np.uint32(c), np.uint32(d))
 
+# %% ../../nbs/cuda/00_ptx.ipynb #89f10665
 @ptx('ld.global.f64 $0, [$1];', f64, i64, effect=True)
 def load_f64(address):
     "One number in double precision. `address`: a multiple of 8"
@@ -271,6 +276,7 @@ def store_i64(address, value):
     "Write one integer of 64 bits"
     _poke(address, np.int64(value))
 
+# %% ../../nbs/cuda/00_ptx.ipynb #0debe2ed
 @ptx('red.global.add.u32 [$0], $1;', types.void, i64, u32, effect=True)
 def add_u32(address, value):
     "Add to one word in memory"
@@ -316,6 +322,7 @@ def float_to_bf16(value):
     bits = int(np.float32(value).view(np.uint32))
     return np.uint16(bits + 0x7fff + (bits >> 16 & 1) >> 16 & 0xffff)
 
+# %% ../../nbs/cuda/00_ptx.ipynb #029a60ea
 @ptx('mov.b32 $0, $1;', f32, u32)
 def as_float(word):
     "The float whose bits are `word`; a bfloat16 `b` is as_float(b << 16)"
@@ -504,6 +511,7 @@ def copy16_async(target, source):
     assert target % 16 == source % 16 == 0
     ctypes.memmove(int(target), int(source), 16)
 
+# %% ../../nbs/cuda/00_ptx.ipynb #308d2d09
 @ptx('ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];', WORDS4, i64, effect=True)
 def load16_staged(address):
     "Four words of shared memory. `address`: from `shared_address`, a multiple of 16"
@@ -533,6 +541,7 @@ def store_f32x2_staged(address, first, second):
     assert address % 8 == 0
     _poke(address, np.float32(first), np.float32(second))
 
+# %% ../../nbs/cuda/00_ptx.ipynb #a0086092
 @ptx('cp.async.ca.shared.global [$0], [$1], 8;', types.void, i64, i64, effect=True)
 def copy8_async(target, source):
     "`copy16_async` of 8 bytes, multiples of 8"
@@ -556,6 +565,7 @@ def load8_staged(address):
     assert address % 8 == 0
     return tuple(_peek(address, np.uint32, 2))
 
+# %% ../../nbs/cuda/00_ptx.ipynb #f8e27f5f
 @ptx('bar.warp.sync -1;', types.void, effect=True)
 def warp_barrier():
     "All lanes of the warp are here, and see what the others stored"
