@@ -157,6 +157,7 @@ def code_folder():
     made_by = repr((version('numba-cuda'), Sources(package_root(), ('cuda',)).digest))
     return kernel_roots()[0]/hashlib.sha256(made_by.encode()).hexdigest()[:20]/'cuda'
 
+# %% ../../nbs/cuda/07_graphs.ipynb #bf60dafa
 class Kernel:
     """A kernel of scalar arguments. function: Python, for Numba; arguments: Numba types (int64 addresses, int32 counts, float32 numbers); name: unique, and says every constant that the function was made with;
     bounds: (threads of a block, blocks that a multiprocessor must hold), from which the assembler knows how many registers it may use"""
@@ -222,6 +223,7 @@ class Rehearsal:
     def fork(self): return self
     def join(self, side): pass
 
+# %% ../../nbs/cuda/07_graphs.ipynb #9912e510
 def kernel_worker():
     "A process that makes machine code. Its input: a pickle of (module, function, arguments, capability), where the function gives {name: Kernel}, then a name in each line. It answers each with a line: nothing, or what went wrong"
     module, function, arguments, capability = pickle.load(sys.stdin.buffer)
@@ -232,6 +234,7 @@ def kernel_worker():
         except Exception as error: problem = ' '.join(f'{type(error).__name__}: {error}'.split())
         print(problem, file=answers, flush=True)
 
+# %% ../../nbs/cuda/07_graphs.ipynb #9083cbc7
 class Workers:
     "`kernel_worker`s that take names from a list until it is empty or one has failed"
     def __init__(self, names, recipe, capability, report):
@@ -257,6 +260,7 @@ class Workers:
         answer = child.stdout.readline().decode()
         return answer.strip() if answer else f'its process has ended, with {child.wait()}'
 
+# %% ../../nbs/cuda/07_graphs.ipynb #2fbdec0c
 def make_kernels(kernels, recipe, capability, report=lambda name, seconds: None, processes=None) -> int:
     """Make the machine code of those of `kernels` {name: Kernel} that have none on the disk; → how many. recipe: (module, function, arguments) by which another process gets the same kernels; report(name, None) when one begins,
     report(name, seconds) when it is there, from several threads. SparkinferError when one cannot be made"""
@@ -299,6 +303,7 @@ class Stream:
         checked(driver().cuEventRecord(event, first.handle), 'recording an event')
         checked(driver().cuStreamWaitEvent(then.handle, event, 0), 'waiting for an event')
 
+# %% ../../nbs/cuda/07_graphs.ipynb #0a211e84
 class Graph:
     "Launches recorded once. `with graph.record() as stream:` launch on the stream, then `graph.replay()` as often as wanted"
     def __init__(self): self.stream, self.nodes, self._executable = Stream(), [], None
