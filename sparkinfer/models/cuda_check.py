@@ -79,6 +79,7 @@ def poisoned(kv, weights, num_slots=3, max_context=144, spare=30):
     runner.block_tables[:] = order[:num_slots * each].reshape(each, num_slots).T
     return runner, order[num_slots * each:].tolist()
 
+# %% ../../nbs/models/05_cuda_check.ipynb #bf70d22f
 def check_memory(name, folder, kv='f16'):
     weights, record = tiny(name, folder)
     ids = np.concatenate([record['ids']] * 2)[:100].astype(np.int32)
@@ -145,6 +146,7 @@ def check_company(weights, ids, kv='f16', steps=6, limit=1e-3, count=32):
     runner.close()
     return f'{count} sequences, {steps} steps: largest relative error {max(errors):.1e}, {differ} tokens differ at a tie'
 
+# %% ../../nbs/models/05_cuda_check.ipynb #3d3f549b
 def check_faults(weights, ids):
     "A row with NaN fails alone; a row asked for twice; sampling on the host"
     broken = dict(weights.table)
@@ -185,6 +187,7 @@ def check_draws(weights, ids, count=20, steps=3):
     runner.close()
     return f'{drawn} tokens, those of the host'
 
+# %% ../../nbs/models/05_cuda_check.ipynb #2f44d1c0
 def check_hidden(weights, ids, limit=1e-3):
     "What embeddings are made of: the rows of steps that are one piece, that are several, of one sequence and of three, against the spec's"
     runner, spec, errors = CudaRunner(kv_type='f32').load(weights, max_context=160, num_slots=3), SpecRunner().load(weights, max_context=160, num_slots=3), []
@@ -203,6 +206,7 @@ def check_hidden(weights, ids, limit=1e-3):
     assert max(errors) < limit, f'relative error {max(errors):.1e}'
     return f'relative error {max(errors):.1e}'
 
+# %% ../../nbs/models/05_cuda_check.ipynb #a5ef7804
 def check_ahead(weights, ids, count=3, rounds=10, steps=100):
     "Greedy and drawn, each token fed on the card and read one step later, against steps that wait for it; and what memory is free before and after"
     runner = CudaRunner().load(weights, max_context=steps + 16, num_slots=2 * count)
@@ -288,6 +292,7 @@ def time_decode(runner, sequences, position, steps=40, ahead=False, **spec):
     runner.collect(handle)
     return float(np.median(seconds[3:]))
 
+# %% ../../nbs/models/05_cuda_check.ipynb #5661d448
 def noise_weights(shape, layers=None):
     "Weights of noise in memory, each large tensor a view of the same bytes: no file, and no more memory than the largest tensor of each type"
     from types import SimpleNamespace
@@ -305,6 +310,7 @@ def noise_weights(shape, layers=None):
         tensors[name] = Tensor(name, size, quant_type(kind), data)
     return Weights.from_checkpoint(SimpleNamespace(metadata=metadata, tensors=tensors), ModelConfig.from_gguf(metadata, tensors))
 
+# %% ../../nbs/models/05_cuda_check.ipynb #f69aeb95
 def step_bytes(runner, sequences, position):
     "What a step of `sequences` sequences at `position` has to read, and of states also to write: every matrix once, of experts those that the last layer was asked for"
     c, n = runner.config, size_for(sequences)
@@ -334,6 +340,7 @@ def kernel_table(runner, sequences):
         found.append(dict(kernel=kernel.name, launches=len(launches), microseconds=round(seconds / len(launches) * 1e6, 2), milliseconds=round(seconds * 1e3, 4)))
     return sorted(found, key=lambda k: -k['milliseconds'])
 
+# %% ../../nbs/models/05_cuda_check.ipynb #fceda975
 def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, ready=lambda: None, ceiling=4.11e12, through=None):
     "Make the model in memory, load it, wait for `ready()`, time it. through: function(runner, GGUF metadata) that times it once more, as [dict(requests, tok_s)], and may close it; ceiling: bytes a second that the card reads at best, which is what an H200 was measured at"
     from sparkinfer.cuda.check import gpu_record
@@ -384,6 +391,7 @@ def bench_masks(shape='qwen3.6-35b-a3b', layers=4, save=True, commit=None):
     runner.close()
     return report('cuda-masks', text_table(['sequences', 'mask', 'ms a step'], [list(map(str, r.values())) for r in rows]), dict(shape=shape, layers=layers, vocabulary=vocabulary, results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
 
+# %% ../../nbs/models/05_cuda_check.ipynb #cc83c48b
 def bench_load(shape='qwen3.6-35b-a3b', layers=8, save=True, commit=None):
     "Seconds of a load whose kernels are there and whose file is in memory: the weights packed, packed and written to be kept, and read as they were kept"
     import os
@@ -400,6 +408,7 @@ def bench_load(shape='qwen3.6-35b-a3b', layers=8, save=True, commit=None):
         for kept in (cache_dir()/'packed').glob(f'{weights.checkpoint.path.name}-*.planes'): os.unlink(kept)
     return report('cuda-load', text_table(['weights', 's'], [list(map(str, r.values())) for r in rows]), dict(shape=shape, layers=layers, weight_bytes=weights.nbytes, results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
 
+# %% ../../nbs/models/05_cuda_check.ipynb #537a89f5
 def bench_first_start(shapes=('qwen3.6-35b-a3b', 'qwen3.8-27b'), save=True, commit=None):
     "Seconds until the kernels of a model are made, and the seconds that its processes worked on them one by one"
     from sparkinfer.cuda.check import gpu_record
@@ -437,6 +446,7 @@ def run_check(what, number):
         outcome = f'FAILED: {type(error).__name__}: {error}\n' + ''.join(traceback.format_tb(error.__traceback__)[-3:])
     return name, round(time.perf_counter() - begin, 1), outcome
 
+# %% ../../nbs/models/05_cuda_check.ipynb #f8bb1343
 def main(argv=None):
     parser = argparse.ArgumentParser(prog='python -m sparkinfer.models.cuda_check', description='Check the CUDA runner on this machine, and time it.')
     parser.add_argument('--references', type=Path, default=Path(__file__).resolve().parents[2]/'data'/'reference'/'tiny')

@@ -85,6 +85,7 @@ class Rows:
         each = self.rows // len(self.members)
         return [(a, min(a + most, m + each)) for m in range(0, self.rows, each) for a in range(m, m + each, most)]
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #c0d14326
 def nvfp4_blocks(codes, scales):
     "Rows as folders hold them, weights 2i and 2i + 1 in byte i and a scale for 16, as blocks of GGUF: four scales, then eight bytes for each, weight i of 16 in the low half and weight 8 + i in the high half of byte i"
     rows, each = codes.shape
@@ -126,6 +127,7 @@ def woven(first, second, experts):
             plan.pieces += [((2 * e) * height + at + a, s, e * height + a, e * height + min(a + step, height)) for a in range(0, height, step)]
     return plan
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #8c3e835b
 def place(plan, pool, tell=lambda nbytes: None, packed=None):
     "Pack and send a plan's rows → `Matrix`. packed: a `Packed` file that has the planes, or is to have them"
     matrix, sizes = Matrix.__new__(Matrix), plane_bytes(plan.kind, plan.rows, plan.columns)
@@ -204,6 +206,7 @@ def size_for(n): return next(s for s in SIZES if s >= n)
 def power_of_two(n): return n & (n - 1) == 0
 def gigabytes(n): return f'{n / 1e9:.2f} GB'
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #20d745d8
 class CudaRunner:
     "Weights, keys, values and states on one NVIDIA GPU. A `Runner`"
     def __init__(self, kv_type='f16', graphs=True, fast=True):
@@ -336,6 +339,7 @@ def check_room(self: CudaRunner, plans, weights):
     left = (free - fixed - state * (self.num_slots + 1)) // max(each, 1) - 1
     raise SparkinferError(message + (f'; {left * PAGE:,} tokens of keys and values would fit' if left > 0 and each else '; the weights alone do not fit' if fixed > free else ''))
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #d080d979
 def device_free():
     "Bytes of the card that nobody has taken"
     return checked(driver().cuMemGetInfo(), 'asking for the free memory')[0]
@@ -347,6 +351,7 @@ def device_bytes(weights):
     runner.choose_kernels()
     return sum(plan.nbytes for _, _, parts in runner.plan_weights(weights) for plan, _ in parts) + sum(runner.buffer_sizes().values()) + (256 << 20)
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #38c79058
 @patch
 def layer_page_bytes(self: CudaRunner):
     c = self.config
@@ -397,6 +402,7 @@ def make_room(self: CudaRunner):
         self.memory.append([b.address for b, _ in parts] + [0, 0])
     self.page_bytes, self.state_bytes = (sum(n for _, n in parts) for parts in (self.page_parts, self.state_parts))
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #29e4fae6
 @patch
 def place_weights(self: CudaRunner, plans, weights, progress):
     c = self.config
@@ -469,6 +475,7 @@ def set_length(self: CudaRunner, slot, length):
     check_length(slot, length, self)
     self.lengths[slot] = length
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #92aaa6b6
 def _copy(runner, parts, source, target, count, what):
     for number in (source, target): check_number(number, count, what)
     for buffer, size in parts: runner.copy(buffer.address + source * size, buffer.address + target * size, size)
@@ -520,6 +527,7 @@ def multiply(self: CudaRunner, parts, n, x, y, y_stride, stage, add=False, x_str
         for m, target in floats:
             for first in range(0, n, 8): gemv(m, source + 4 * first * columns, target + 4 * first * y_stride, y_stride, min(8, n - first), stream=stream, dependent=False, add=add)
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #3a6055fd
 @patch
 def multiply_few(self: CudaRunner, rounded, n, columns, x, y_stride, stage, add, weight=0, gate=0, gate_stride=0, ahead=(0, 0)):
     eps, stream, each = self.config.norm_eps, self.stream, record_bytes(columns)
@@ -564,6 +572,7 @@ def launch_rows(self: CudaRunner, n, runs, decode, fed=False):
         if ffn == 'dense': self.launch_dense(layer, n)
         else: self.launch_experts(layer, n)
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #21e5e2a4
 @patch
 def launch_dense(self: CudaRunner, layer, n):
     c, h, up, norm, record = self.config, self.at('h'), layer['up'][0][0], layer['ffn_norm'].address, self.at('record')
@@ -576,6 +585,7 @@ def launch_dense(self: CudaRunner, layer, n):
 def after_out(layer): return beginning(layer['up'][0][0]) if 'up' in layer else (0, 0)
 def beginning(matrix): return matrix.addresses[0], min(AHEAD_BYTES, matrix.nbytes) // 256 * 256
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #360c523d
 @patch
 def launch_head(self: CudaRunner, n, everything, drawing=None):
     "Logits of all rows of h, or of the `picks`, and the largest of each; drawing: (adjusted, noisy, weighed) when a token is to be drawn for each"
@@ -707,6 +717,7 @@ def submit(self: CudaRunner, batch, sampling=None):
     if drawing is not None and not pending.parts: pending.expect(np.arange(0), *self.results.keep(pending, self, np.arange(0)))      # only of a prompt: who collects still waits until it is read
     return sample_rows(outputs[places], sampling, sample) if drawing is None else pending
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #944f9267
 @patch
 def draws_of(self: CudaRunner, sampling, wanted, places):
     "((adjusted, noisy, weighed) or None when the host draws, records for `wanted` rows or None when all take the largest, entries, masks)"
@@ -749,6 +760,7 @@ class Pending:
             else: self.done = StepResult(tokens.astype(np.int32), np.full(len(tokens), np.nan, np.float32), None, tuple(NOTHING for _ in tokens))
         return self.done
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #a0209e27
 class Results:
     "A ring of places in the host's memory to which the card writes tokens, each with an event that says that they are there"
     def __init__(self, count=64):
@@ -780,6 +792,7 @@ class Results:
         try: driver().cuMemFreeHost(self.address)
         except Exception: pass
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #79028921
 NOTHING = np.empty(0, np.int32), np.empty(0, np.float32)
 def sample_of(token): return Sampled(int(token), np.nan, *NOTHING)
 
@@ -837,6 +850,7 @@ def compute(self: CudaRunner, batch, rows, mine, fed=False, drawing=None, record
         return self.buffers['logits'].read(np.float32, (outputs, self.config.vocab_size))[at]
     return logits
 
+# %% ../../nbs/models/05_cuda_runner.ipynb #81304b05
 @patch
 def send_draws(self: CudaRunner, records, entries, masks, at):
     "What each output asks for; nothing, when all take the largest and the step before did"

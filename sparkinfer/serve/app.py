@@ -154,6 +154,7 @@ async def answer(self: Exchange):
     if not isinstance(made, Job): return await self.reply(200, to_json(made))
     await self.generate(context.engine, made)
 
+# %% ../../nbs/serve/07_app.ipynb #5bf8e0b0
 @patch
 async def look_up(self: Exchange, prepare, context):
     "What `prepare` gives, in a thread; `context.gone` is set when the client leaves meanwhile"
@@ -364,6 +365,7 @@ class Connection(_protocol()):
         self.transport.write(b'HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: ' + str(len(body)).encode() + b'\r\n\r\n' + body)
         self.transport.close()
 
+# %% ../../nbs/serve/07_app.ipynb #7bc88306
 @patch
 def on_message_begin(self: Connection):
     super(Connection, self).on_message_begin()
@@ -393,6 +395,7 @@ def on_headers_complete(self: Connection):
 def on_message_complete(self: Connection):
     if not self._offers_upgrade(): super(Connection, self).on_message_complete()
 
+# %% ../../nbs/serve/07_app.ipynb #de09dca2
 @patch
 def _offers_upgrade(self: Connection): return self.parser is not None and self.parser.should_upgrade() and self.parser.get_method() != b'CONNECT'
 
@@ -430,6 +433,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise SparkinferError(f'cannot listen on {host}, port {port}: {e}') from None
     return sock
 
+# %% ../../nbs/serve/07_app.ipynb #c4b81856
 def raise_file_limit(wanted=65536):
     "Every connection is an open file, and many systems start a program with room for 1,024"
     try: import resource
