@@ -182,6 +182,14 @@ def test_arbitrary_bytes_after_the_magic(tail):
         except FormatError: pass
 
 
+def test_only_what_lies_in_the_cache_was_downloaded(tmp_path, monkeypatch):
+    "Fault: `serve README.md` was told of a download that nobody had made"
+    monkeypatch.setenv('SPARKINFER_CACHE', str(tmp_path/'cache'))
+    (tmp_path/'cache'/'models').mkdir(parents=True)
+    for folder, content, says in ((tmp_path, b'<!-- notes -->', "is not a GGUF file: it starts with b'<!-- not"), (tmp_path, b'<!DOCTYPE html>', 'is a web page, not a GGUF file'), (tmp_path/'cache'/'models', b'<?xml version="1.0"?>', 'the download went wrong')):
+        (folder/'x.gguf').write_bytes(content)
+        with pytest.raises(FormatError, match=says): open_gguf(folder/'x.gguf')
+
 def test_long_names_make_short_messages():
     "A message for each element of an array that repeats a 65 kB key costs minutes; this file has 200,000 elements"
     name = b'k' * 65535

@@ -65,3 +65,17 @@ def test_large_shapes_have_the_mix_that_speed_was_measured_with():
     assert dense['ffn_down.weight'] == 'Q4_K' and mix('qwen3.8-27b', 1)['ffn_down.weight'] == 'Q6_K' and dense['attn_qkv.weight'] == dense['ssm_out.weight'] == 'Q4_K' and mix('qwen3.8-27b', 3)['attn_v.weight'] == 'Q6_K'
     assert hybrid['attn_qkv.weight'] == hybrid['attn_gate.weight'] == hybrid['ssm_out.weight'] == hybrid['ffn_up_shexp.weight'] == mix('qwen3.6-35b-a3b', 3)['attn_v.weight'] == 'Q8_0' and hybrid['ffn_down_exps.weight'] == 'Q5_K' and hybrid['ffn_gate_inp.weight'] == 'F32'
     assert experts['attn_q.weight'] == experts['attn_output.weight'] == 'Q4_K' and experts['attn_v.weight'] == experts['ffn_down_exps.weight'] == 'Q6_K' and hybrid['ssm_alpha.weight'] == 'Q8_0' and hybrid['ssm_conv1d.weight'] == 'F32'
+
+def test_shapes_of_qwens_families_take_tools(tmp_path):
+    "So that tools can be tried without a large file: the parser knows the form of the template, and the template writes what it is given"
+    from sparkinfer.formats.gguf import open_gguf
+    from sparkinfer.text.chat_template import ChatTemplate
+    from sparkinfer.text.reasoning_tools import Markup
+    from sparkinfer.text.tokenizer import Tokenizer
+    tool = dict(type='function', function=dict(name='weather', parameters=dict(type='object', properties={})))
+    for name, form in (('tiny-qwen3', 'hermes'), ('tiny-llama', '')):
+        synth(name, tmp_path/'x.gguf')
+        with open_gguf(tmp_path/'x.gguf') as file: template = ChatTemplate.from_gguf(file.metadata, Tokenizer.from_gguf(file.metadata))
+        assert Markup.from_template(template.source).call_format == form
+        text = template.render([dict(role='user', content='hi')], tools=[tool])
+        assert ('"weather"' in text) == bool(form) and text.endswith('<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n')

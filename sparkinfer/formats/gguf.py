@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['FEW', 'NUMBER_SIZES', 'NUMBER_CODES', 'KINDS', 'DEEPEST_ARRAY', 'MISTAKES', 'PART_NAME', 'ARRAY_TYPES', 'Tensor',
            'shape_text', 'size_text', 'Cursor', 'quoted', 'printable', 'read_kind', 'read_value', 'read_array',
-           'read_strings', 'short_strings', 'read_version', 'Header', 'read_metadata', 'read_alignment', 'read_places',
-           'tensor_type', 'check_places', 'read_header', 'Checkpoint', 'totals_by_type', 'map_file', 'open_part',
-           'open_gguf', 'whole_number', 'split_paths', 'check_parts', 'kind_of', 'element_kind', 'pack_string',
-           'pack_value', 'as_tensor', 'move_new', 'write_data', 'write_gguf', 'value_text', 'describe', 'columns']
+           'read_strings', 'short_strings', 'mistake', 'read_version', 'Header', 'read_metadata', 'read_alignment',
+           'read_places', 'tensor_type', 'check_places', 'read_header', 'Checkpoint', 'totals_by_type', 'map_file',
+           'open_part', 'open_gguf', 'whole_number', 'split_paths', 'check_parts', 'kind_of', 'element_kind',
+           'pack_string', 'pack_value', 'as_tensor', 'move_new', 'write_data', 'write_gguf', 'value_text', 'describe',
+           'columns']
 
 # %% ../../nbs/formats/01_gguf.ipynb #02ded95a
 import math, mmap, os, re, struct
@@ -17,6 +18,7 @@ from pathlib import Path
 from fastcore.basics import patch
 import numpy as np
 from ..errors import FormatError, ModelNotFound, SparkinferError
+from ..model_store import models_dir
 from .blocks import QUANT_TYPES, QuantType, TYPES_BY_ID, WITHDRAWN, quant_type
 
 # %% ../../nbs/formats/01_gguf.ipynb #998b209f
@@ -169,15 +171,21 @@ def short_strings(cursor, count):
 
 # %% ../../nbs/formats/01_gguf.ipynb #b9bda499
 MISTAKES = ((b'version https://git-lfs', 'is a Git LFS pointer, not the model itself: fetch it with git lfs pull'), (b'PK\3\4', 'is a zip archive (perhaps a PyTorch checkpoint): convert it to GGUF'),
-            (b'<', 'is a web page: the download went wrong'), (b'FUGG', 'is a big-endian GGUF file, and only little-endian ones are read: convert the model anew'),
+            (b'FUGG', 'is a big-endian GGUF file, and only little-endian ones are read: convert the model anew'),
             *((old, 'is a GGML file from before GGUF (2023): convert the model anew') for old in (b'lmgg', b'fmgg', b'tjgg', b'algg')))
+
+def mistake(start, path, wanted='GGUF'):
+    "What the file at `path` is, if one knows it by the bytes that it starts with; ''. Only what lies in our cache was downloaded by us"
+    if start.startswith(b'<'):
+        if Path(path).absolute().is_relative_to(models_dir()): return 'is a web page: the download went wrong'
+        return f'is a web page, not a {wanted} file' if re.match(rb'<(!doctype|html)', start, re.I) else ''
+    return next((text.replace('GGUF', wanted) for magic, text in MISTAKES if start.startswith(magic)), '')
 
 def read_version(cursor):
     "Checks magic and version of a GGUF file; returns the version, 2 or 3"
     start = bytes(cursor.buffer[:24])
     if not start.startswith(b'GGUF'):
-        for magic, mistake in MISTAKES:
-            if start.startswith(magic): cursor.fail(f'{mistake} (it starts with {start[:8]!r})')
+        if known := mistake(start, cursor.path): cursor.fail(f'{known} (it starts with {start[:8]!r})')
         if start[8:9] == b'{': cursor.fail(f'looks like a safetensors file, not GGUF (it starts with {start[:12]!r})')
         cursor.fail(f'is not a GGUF file: it starts with {start[:8]!r} rather than b\'GGUF\'' if start else 'is empty')
     cursor.position = 4

@@ -24,7 +24,7 @@ import numpy as np
 from fastcore.basics import patch
 from ..errors import FormatError, ModelNotFound, SparkinferError, UnsupportedError
 from .blocks import QUANT_TYPES, QuantType
-from .gguf import MISTAKES, Checkpoint, Tensor, columns, map_file, open_gguf, printable, quoted, shape_text, size_text, totals_by_type
+from .gguf import Checkpoint, Tensor, columns, map_file, mistake, open_gguf, printable, quoted, shape_text, size_text, totals_by_type
 from . import nvfp4_fp8 as small
 
 # %% ../../nbs/formats/02_safetensors.ipynb #9f4e0eed
@@ -96,8 +96,7 @@ def read_header(buffer, path):
     def fail(message): raise FormatError(f'{path}: {message}')
     start, length = bytes(buffer[:24]), int.from_bytes(buffer[:8], 'little')
     if start[8:9] != b'{':                                                     # else it is a length, even if that looks like the start of something else
-        for magic, mistake in MISTAKES:
-            if start.startswith(magic): fail(f'{mistake.replace("GGUF", "safetensors")} (it starts with {start[:8]!r})')
+        if known := mistake(start, path, 'safetensors'): fail(f'{known} (it starts with {start[:8]!r})')
         if start.startswith(b'GGUF'): fail('is a GGUF file, not safetensors')
     if len(start) < 8: fail(f'is {len(start)} bytes long, too short for a safetensors file' if start else 'is empty')
     if length > LARGEST_HEADER: fail(f'says that its header is {length} bytes long, more than the {LARGEST_HEADER} that the format allows: it is not a safetensors file, or damaged (it starts with {start[:12]!r})')
