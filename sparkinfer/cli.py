@@ -324,6 +324,7 @@ def hint_of(option, plain, ctx):
 
 CONFIG_PATH = 'sparkinfer.config'
 
+# %% ../nbs/11_cli.ipynb #63ee3e61
 def use_config(ctx, param, path):
     "Makes a file of settings the defaults of the command's options"
     from sparkinfer.serve.settings import read_config
@@ -432,6 +433,7 @@ def interruptible(target):
     finally:
         if here: signal.signal(signal.SIGTERM, before)
 
+# %% ../nbs/11_cli.ipynb #55130a93
 @cli.command()
 @click.argument('source', metavar='IN')
 @click.argument('target', metavar='OUT')
