@@ -18,7 +18,7 @@ def llama_cpp(path, ids=IDS):
 @needs('xllamacpp')
 @pytest.mark.parametrize('name', TINY)
 def test_llama_cpp_opens_each_family_and_every_token_counts(name, tmp_path):
-    synth(name, tmp_path/'x.gguf')
+    synth(name, path := tmp_path/f'{name}.gguf')
     logits, other = llama_cpp(tmp_path/'x.gguf'), llama_cpp(tmp_path/'x.gguf', [(IDS[0] + 1) % 900, *IDS[1:]])
     assert logits.shape == (40, 1024) and np.isfinite(logits).all() and np.abs(logits[-1] - other[-1]).max() > .1
 
@@ -74,8 +74,8 @@ def test_shapes_of_qwens_families_take_tools(tmp_path):
     from sparkinfer.text.tokenizer import Tokenizer
     tool = dict(type='function', function=dict(name='weather', parameters=dict(type='object', properties={})))
     for name, form in (('tiny-qwen3', 'hermes'), ('tiny-llama', '')):
-        synth(name, tmp_path/'x.gguf')
-        with open_gguf(tmp_path/'x.gguf') as file: template = ChatTemplate.from_gguf(file.metadata, Tokenizer.from_gguf(file.metadata))
+        synth(name, path := tmp_path/f'{name}.gguf')
+        with open_gguf(path) as file: template = ChatTemplate.from_gguf(file.metadata, Tokenizer.from_gguf(file.metadata))
         assert Markup.from_template(template.source).call_format == form
         text = template.render([dict(role='user', content='hi')], tools=[tool])
         assert ('"weather"' in text) == bool(form) and text.endswith('<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n')
