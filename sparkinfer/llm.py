@@ -94,6 +94,7 @@ def _spec_runner(num_threads, kv_type):
     from sparkinfer.models.forward import SpecRunner
     return SpecRunner()
 
+# %% ../nbs/10_llm.ipynb #4bffa5bc
 def has_cuda():
     "Whether the packages for the runner on the GPU are installed; imports none of them"
     import importlib.util
@@ -438,6 +439,7 @@ def split_settings(settings):
     for name in settings.keys() - known: raise RequestError(f'there is no setting {name!r}; there are {", ".join([f.name for kind in (MemorySettings, EngineLimits) for f in fields(kind)] + sorted(known))}', name)
     return memory, limits, settings
 
+# %% ../nbs/10_llm.ipynb #4991de4f
 def check_cache_file(path):
     "SparkinferError when the prefix cache could not be written to `path` at the end, or would there replace a file of another kind: better known before an hour of work than after"
     folder = path.absolute().parent
@@ -457,6 +459,7 @@ def read_cache_file(memory, path, progress):
     except SparkinferError as error:
         progress.say_once('cache', ('\r\x1b[K' if progress.terminal else '') + f'the prefix cache starts empty, and its file is written anew at the end: {error}')
 
+# %% ../nbs/10_llm.ipynb #f42692ab
 def card_of_parts(parts, device):
     from sparkinfer.engine.model_card import ModelCard
     return ModelCard.of(parts.weights, parts.checkpoint.metadata, parts.path, device)

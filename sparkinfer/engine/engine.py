@@ -35,6 +35,7 @@ class EngineHealth:
     failed: int
     cancelled: int
 
+# %% ../../nbs/engine/02_engine.ipynb #4e6a665f
 class Engine:
     "Owns a loaded runner, its memory and the one thread that drives them. Close it, or use it in a `with` block: it closes the runner too."
     def __init__(self, runner,               # a loaded Runner
@@ -106,6 +107,7 @@ def _rules(self: Engine, params):
     for token in marks: _check_id('reasoning', token, self.tokenizer.vocab_size)
     return self.grammars.rules(params)
 
+# %% ../../nbs/engine/02_engine.ipynb #9aed291e
 @patch
 def submit(self: Engine, request: Request) -> Stream:
     "Queue a request. Raises RequestError if it can never be served, EngineBusy if not now. From any thread; does not wait"
@@ -223,6 +225,7 @@ def _release(self: Engine, sequence, publish=True):
     with self._changed: self._running, self._waiting = ([q for q in group if q is not sequence] for group in (self._running, self._waiting))
     if lease is not None: self.memory.close(lease, sequence.tokens[:lease.length], publish)
 
+# %% ../../nbs/engine/02_engine.ipynb #c0cb2f5a
 @patch
 def _finish(self: Engine, sequence, reason):
     "The answer has ended; with the request's last one the stream ends"
@@ -273,6 +276,7 @@ def _shares(self: Engine, sequence, reading):
     if not self.runner.can_truncate: common = max((m for m in reading.lease.stops if m <= common), default=0)    # only there it can be taken up
     return common - reading.computed >= WORTH_WAITING
 
+# %% ../../nbs/engine/02_engine.ipynb #702ccc5f
 @patch
 def _next(self: Engine):
     "The first that may come in now, taken out of those who wait; None if there is none"
@@ -355,6 +359,7 @@ def _step(self: Engine):
     waits = isinstance(handle, StepResult) or faults or any(q.cached is None or not q.steady for q, _ in draws)      # cached is None: an answer that parts from another here needs a copy of this very memory
     self._land(keep=0 if waits else 1)
 
+# %% ../../nbs/engine/02_engine.ipynb #5c2a3469
 @patch
 def _specs(self: Engine, draws):
     "(a `SampleSpec` for each draw, what went wrong with some of them: {number: exception}). A row whose constraint has failed takes part in the step and ends after it"
