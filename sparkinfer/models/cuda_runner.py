@@ -868,7 +868,7 @@ def send_draws(self: CudaRunner, records, entries, masks, at):
 
 @patch
 def record(self: CudaRunner, launch):
-    "The launches as a graph on the runner's stream. They are run once before, so that no kernel is made in the middle of a recording"
+    "The launches as a graph on the runner's stream. Their kernels were made at load, see `kernels_of`"
     graph = Graph()
     graph.stream = self.stream
     with graph.record(): launch()
