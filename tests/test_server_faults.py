@@ -229,7 +229,7 @@ def test_the_printed_curl_line_works_and_ctrl_c_ends_in_bounded_time(sign):
         assert 'server_shutting_down' in rest[-4] and rest[-2] == 'data: [DONE]'
         process.wait(10)
         assert time.perf_counter() - begin < 6
-        assert 'Traceback' not in process.stderr.read()
+        assert 'Traceback' not in process.stderr.read() and 'stopping: 1 request may go on for 1 s' in process.stdout.read()
     finally:
         process.kill()
         process.wait()
