@@ -50,7 +50,7 @@ def test_a_bad_file_is_one_line(files, command, name, says):
     assert re.fullmatch(r'error: .*\n', said(done)) and says in done.stderr
 
 @pytest.mark.parametrize('args, says', [
-    (['run', 'word ' * 600, *SMALL], '512'), (['run', 'x', '--context', '1000000'], 'trained for'), (['run', 'x', '--threads', '0'], 'threads'), (['run', 'x', '--temperature', '9', *SMALL], 'temperature'),
+    (['run', 'word ' * 600, *SMALL], '512'), (['run', 'x', '--context', '1000000'], '--context 1,000,000 is not possible: the largest is 8,192 tokens'), (['run', 'x', '--threads', '0'], 'error: --threads must be'), (['run', 'x', '--temperature', '9', *SMALL], 'temperature'),
     (['run', 'x', '--runner', 'cpu', '--device', 'cuda:0'], 'device cuda:0 and runner cpu contradict each other'), (['serve', 'no-such-model', '--runner', 'cuda', '--device', 'cpu'], 'device cpu and runner cuda contradict'),
     (['warmup', 'no-such-model', '--runner', 'spec', '--device', 'cuda'], 'contradict'), (['bench', 'no-such-model', '--runner', 'cpu-file', '--device', 'cuda:1'], 'contradict'), (['eval', 'kl', '--runner', 'cpu32', '--device', 'cuda'], 'contradict'),
     (['run', '', '--raw', '-m', 'no-such-model'], 'no model is named'), (['rm', 'no-such-model'], 'no model'), (['pull', 'no/such/thing'], 'thing')])

@@ -114,6 +114,12 @@ def test_bad_requests_name_the_parameter(llm):
     with pytest.raises(RequestError, match="did you mean 'temperature'"): llm.generate('=', temprature=1)
     assert str(llm.generate('=', temperature=0)) == 'Hello there.'
 
+def test_fields_of_http_lead_to_the_grammar_of_python(llm):
+    "Fault: who knows the server wrote response_format=…, and was given a list of 19 names"
+    for more in (dict(response_format=dict(type='json_object')), dict(guided_regex='a+'), dict(grammar='root ::= "a"')):
+        with pytest.raises(RequestError, match='from sparkinfer.engine.request import Grammar') as caught: llm.chat('=', **more)
+        assert caught.value.param == next(iter(more))
+
 def test_what_is_no_prompt_is_refused_in_one_line(llm):
     "Guards against bytes taken for token ids, and a lone message for a list of texts"
     for ask, wrong in ((llm.generate, b'hi'), (llm.generate, None), (llm.generate, 7), (llm.chat, None), (llm.chat, dict(role='user', content='x')), (llm.chat, ['a', 'b']), (llm.chat, []), (llm.chat, 5)):
@@ -124,7 +130,7 @@ def test_close_is_final_and_safe():
     runner, checkpoint = llm.engine.runner, llm.parts.checkpoint
     llm.close(), llm.close()
     assert runner.closed and checkpoint.closed == 1
-    with pytest.raises(SparkinferError, match='shutting down'): llm.generate('=')
+    with pytest.raises(SparkinferError, match='this model is closed'): llm.generate('=')
 
 def test_a_dropped_model_is_closed():
     llm = make()

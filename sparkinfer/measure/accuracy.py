@@ -190,7 +190,7 @@ def transformers_worker(path, ids_file, out_file, dtype, chunk=128):
 def transformers_logits(path, ids, chunk=128, dtype='float32'):
     "Stream the logits of transformers on the decoded weights of the file or folder at `path`"
     for package in ('torch', 'transformers'):
-        if importlib.util.find_spec(package) is None: raise SparkinferError(f"{package} is not installed: pip install 'sparkinfer[parity]'")
+        if importlib.util.find_spec(package) is None: raise SparkinferError(f"{package} is not installed: pip install -e '.[parity]' in sparkinfer's checkout")
     yield from child_logits('transformers', 'transformers_worker', ids, chunk, path=str(path), dtype=dtype)
 
 # %% ../../nbs/measure/01_accuracy.ipynb #58825ba1
@@ -231,7 +231,7 @@ def llama_cpp_worker(path, ids_file, out_file, threads, step):
 # %% ../../nbs/measure/01_accuracy.ipynb #4a601db8
 def llama_cpp_logits(path, ids, chunk=128, threads=2, batch=512):
     "Stream llama.cpp's logits on the file at `path`; it reads `batch` tokens at a time. Needs the wheel xllamacpp (the `parity` extra)."
-    if importlib.util.find_spec('xllamacpp') is None: raise SparkinferError("llama.cpp comes in the wheel xllamacpp: pip install 'sparkinfer[parity]'")
+    if importlib.util.find_spec('xllamacpp') is None: raise SparkinferError("llama.cpp comes in the wheel xllamacpp: pip install -e '.[parity]' in sparkinfer's checkout")
     from sparkinfer.formats.safetensors import open_checkpoint
     with open_checkpoint(path) as checkpoint: folder = 'config' in checkpoint.metadata
     with tempfile.TemporaryDirectory() as scratch:

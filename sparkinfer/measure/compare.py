@@ -168,7 +168,7 @@ class LlamaPeer:
     "llama.cpp in a child process, as something to time. Raises SparkinferError when the wheel is missing or the process dies."
     def __init__(self, path, threads, context, flash, in_place=False):
         if importlib.util.find_spec('xllamacpp') is None:
-            raise SparkinferError("comparing needs the llama.cpp wheel xllamacpp: pip install 'sparkinfer[parity]' (or pip install xllamacpp==" + LLAMA_PIN + ')')
+            raise SparkinferError("comparing needs the llama.cpp wheel xllamacpp: pip install -e '.[parity]' in sparkinfer's checkout (or pip install xllamacpp==" + LLAMA_PIN + ')')
         self.name = 'llama.cpp, fa on' if flash else 'llama.cpp, fa off'
         code = f'from sparkinfer.measure.compare import llama_worker; llama_worker({str(path)!r}, {threads}, {context}, {flash}, {in_place})'
         self.start([sys.executable, '-c', code])
