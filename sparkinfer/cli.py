@@ -597,7 +597,7 @@ def bench(model, contexts, prefill, tokens, rounds, threads, device, runner, kv_
             record |= dict(comparison=lines, **facts)
         else: rates, lines = c.bench([own], settings, cost, vocab, rounds, say), None
     finally: loaded.close()
-    table = f'{parts.name}, {plural(threads, "thread") if place.card is None else place}; memory {limit}\n\n' + c.bench_table(rates, cost, limit) + (f'\n\n{c.comparison_table(lines)}' if lines else '') + '\n'
+    table = f'{parts.name}, {plural(threads, "thread") if place.card is None else place}; memory {limit}\n\n' + c.bench_table(rates, cost, limit) + (f'\n\n{c.comparison_table(lines)}' if lines else '') + '\n' + speed.busy_warning(rates)
     speed.report('bench-compare' if compare else 'bench', table, record | dict(rates=[r.record(limit) for r in rates]), save)
 
 # %% ../nbs/11_cli.ipynb #805c463f

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Timing', 'seconds_text', 'Seconds', 'interleave', 'paired_ratio', 'read_sum', 'prefetch', 'read_sum_prefetch',
            'run_threads', 'cache_bytes', 'cpu_count', 'Bandwidth', 'memory_bandwidth', 'memory_total',
-           'memory_available', 'matmul_peak', 'roof', 'Rate', 'text_table', 'rate_table', 'checkout_root', 'git_state',
-           'cpu_record', 'machine_record', 'save_result', 'report']
+           'memory_available', 'matmul_peak', 'roof', 'Rate', 'text_table', 'rate_table', 'busy_warning',
+           'checkout_root', 'git_state', 'cpu_record', 'machine_record', 'save_result', 'report']
 
 # %% ../../nbs/measure/00_speed.ipynb #0ef25c67
 import json, os, platform, subprocess, sys, threading, time
@@ -226,6 +226,12 @@ def rate_table(rates, bandwidth, extra=()):
     rows = [[r.what, r.engine, f'{r.best:.1f}', f'{r.median:.1f}', f'{r.bytes_per_second / 1e9:.2f}',
              f'{100 * r.bytes_per_second / bandwidth.ceiling:.0f}', *(f(r) for _, f in extra)] for r in rates]
     return text_table(header, rows)
+
+def busy_warning(rates):
+    "A line where the rounds of a `Rate` lie far apart, which is the doing of other programs; else ''"
+    worst = max(rates, key=lambda r: r.timing.spread)
+    if worst.timing.spread <= 0.1: return ''
+    return f'\nWARNING: the rounds of {worst.what} ({worst.engine}) lie {100 * worst.timing.spread:.0f} % apart: other programs were running, and these figures say little\n'
 
 # %% ../../nbs/measure/00_speed.ipynb #1d69d4c4
 def checkout_root():
