@@ -377,7 +377,7 @@ def targets(lines, comparisons=(), prefixes=()):
     for prompt, requests in rate:
         if requests == 16 and (prompt, 1) in rate: add(f'prompts of {prompt}: throughput at 16 / at 1', rate[prompt, 16] / rate[prompt, 1], 1.2)
     for p in prefixes:
-        if p['engine'] == 'sparkinfer': add(f"prefix of {p['prefix']}: cold / warm TTFT", p['times_faster'], 10)
+        if p['engine'] == 'sparkinfer' and p['prefix'] >= 1000: add(f"prefix of {p['prefix']}: cold / warm TTFT", p['times_faster'], 10)
     shares = [l['engine_share'] for l in own if 'engine_share' in l]
     if shares: add("the engine's own part of a step, worst load", max(shares), 0.05, at_most=True)
     return found
