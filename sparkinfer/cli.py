@@ -100,7 +100,9 @@ class Device(click.ParamType):
     "auto, cpu, cuda or cuda:N"
     name = 'device'
     def convert(self, value, param, ctx):
-        if re.fullmatch(r'auto|cpu|cuda(:\d{1,4})?', value) is None: self.fail(f'{value!r} is no device; there are auto, cpu, cuda, which is cuda:0, and further GPUs by their numbers', param, ctx)
+        from sparkinfer.llm import asked_place
+        try: asked_place(device=value)
+        except SparkinferError as error: self.fail(str(error), param, ctx)
         return value
 
 device_option = click.option('--device', type=Device(), default='auto', show_default=True, help='Where to compute: cpu, cuda:0, cuda:1 …; auto: on a GPU where the model fits one.')
