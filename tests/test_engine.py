@@ -9,7 +9,7 @@ from sparkinfer.engine.engine import Engine
 from sparkinfer.engine.request import Completions, EngineBusy, EngineDefaults, ErrorEvent, FinishEvent, Request, SamplingParams, TokenEvent
 from sparkinfer.errors import RequestError
 from sparkinfer.models.forward import SpecRunner
-from support import ScriptedRunner, TinyTokenizer, babble, saying, slowly
+from support import Late, ScriptedRunner, TinyTokenizer, babble, saying, slowly
 
 
 def scripted(script, *pieces, gate=None, layer_kinds=('attention',), slots=4, pages=None, **kwargs):
@@ -217,3 +217,20 @@ def test_smollm2_cancels_in_a_long_prompt(smollm2):
     begin = time.perf_counter()
     stream.cancel()
     assert list(stream)[-1].reason == 'cancelled' and time.perf_counter() - begin < 5
+
+def test_a_call_finds_no_step_in_flight():
+    "However late it comes: here, after the turn has looked whether there are calls and before it answers them"
+    class Behind(Late, ScriptedRunner): pass
+    tokenizer = TinyTokenizer()
+    with Engine(Behind(babble(260), tokenizer), tokenizer) as engine:
+        answer_calls, asked, seen = engine._answer_calls, [], []
+        def late():
+            if engine._flights and not asked:
+                asked.append(threading.Thread(target=lambda: seen.append(engine.call(lambda: len(engine._flights)))))
+                asked[0].start()
+                while not engine._calls: time.sleep(.001)
+            return answer_calls()
+        engine._answer_calls = late
+        engine.submit(Request([97, 98], SamplingParams(max_tokens=50, seed=1, ignore_eos=True, logit_bias={i: -100 for i in range(256, 260)}))).collect()
+        asked[0].join()
+    assert seen == [0]

@@ -154,7 +154,6 @@ def _turn(self: Engine):
     with self._changed:
         while not (self._waiting or self._running or self._calls or self._closing or self._flights): self._changed.wait()
     began = time.perf_counter()
-    if self._calls: self._land()
     self._answer_calls()
     if self._look or began >= self._next_look: self._sweep(began)
     if self._closing and not self._streams:
@@ -188,6 +187,7 @@ def call(self: Engine, function, timeout=60.0):
 @patch
 def _answer_calls(self: Engine):
     for _ in range(len(self._calls)):
+        if not self._ended: self._land()                                        # here, and not before: a call may come at any moment, and finds no step in flight
         function, out, done = self._calls.popleft()
         if out: continue                                                        # given up
         try:
