@@ -1,5 +1,5 @@
 """`sparkinfer eval`: files and folders, any cut, other engines as reference, and an exit code that says no."""
-import importlib.util, json
+import errno, importlib.util, json, os
 from pathlib import Path
 
 import numpy as np
@@ -53,12 +53,21 @@ def test_logits_are_written_whole_or_not_at_all(models, tmp_path, monkeypatch):
     ids.write_text('[1, 2, 3]')
     code, output = run('logits', models/'mix.gguf', '--ids', ids, '--out', models/'mix.gguf', '--runner', 'spec')
     assert code == 1 and 'is there already' in output and (models/'mix.gguf').read_bytes() == before
-    if Path('/dev/full').exists():
-        (tmp_path/'x.npy.part').symlink_to('/dev/full')
+    with monkeypatch.context() as patched:
+        def full(*_): raise OSError(errno.ENOSPC, 'No space left on device')
+        patched.setattr(np.lib.format, 'write_array_header_1_0', full)
         code, output = run('logits', models/'mix.gguf', '--ids', ids, '--out', out, '--runner', 'spec')
-        assert code == 1 and 'cannot be written' in output and not out.exists() and not (tmp_path/'x.npy.part').is_symlink(), output
+        assert code == 1 and 'cannot be written' in output and [p.name for p in tmp_path.iterdir()] == ['ids.json'], output
+    mine, aside = tmp_path/'x.npy.part', tmp_path/'aside'
+    aside.write_text('precious')
+    mine.symlink_to(aside)
+    if hasattr(os, 'mkfifo'):
+        os.mkfifo(tmp_path/'pipe')
+        code, output = run('logits', models/'mix.gguf', '--ids', ids, '--out', tmp_path/'pipe', '--runner', 'spec')
+        assert code == 1 and 'is no file' in output, output
     assert run('logits', models/'mix.gguf', '--ids', ids, '--out', out, '--runner', 'spec')[0] == 0 and np.load(out).shape == (3, 1024)
     assert run('logits', models/'mix.gguf', '--ids', ids, '--out', out, '--runner', 'spec')[0] == 0                # logits may replace logits
+    assert aside.read_text() == 'precious' and mine.is_symlink() and not out.is_symlink()
     for wrong, says in ((b'[true]', 'list of token ids'), (b'[\xff]', 'list of token ids'), (b'{}', 'list of token ids')):
         ids.write_bytes(wrong)
         code, output = run('logits', models/'mix.gguf', '--ids', ids, '--out', out)

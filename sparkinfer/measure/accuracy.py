@@ -11,7 +11,7 @@ __all__ = ['HF_NAMES', 'PLAIN', 'SKETCH_SIZE', 'TOP', 'compare_rows', 'EvalResul
            'compare_record', 'greedy', 'make_record', 'main']
 
 # %% ../../nbs/measure/01_accuracy.ipynb #7f77e5e5
-import importlib.util, json, math, os, subprocess, sys, tempfile
+import importlib.util, json, math, os, subprocess, sys, tempfile, uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -359,10 +359,13 @@ def eval_logits(model, ids, out, runner='cpu', chunk=128):
     if not isinstance(ids, (list, np.ndarray)) or len(ids) == 0 or not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) and 0 <= i < weights.config.vocab_size for i in ids):
         raise SparkinferError(f'ids must be a list of token ids in [0, {weights.config.vocab_size})')
     out, shape = Path(out), (len(ids), weights.config.vocab_size)
-    if out.exists() and out.read_bytes()[:6] != b'\x93NUMPY': raise SparkinferError(f'{out} is there already and is not an array of logits: give another --out')
-    part = out.with_name(out.name + '.part')
+    if out.exists():
+        if not out.is_file(): raise SparkinferError(f'{out} is no file, and logits are written to one: give another --out')
+        with open(out, 'rb') as file:
+            if file.read(6) != b'\x93NUMPY': raise SparkinferError(f'{out} is there already and is not an array of logits: give another --out')
+    part = out.with_name(f'.{out.name}.{uuid.uuid4().hex}.part')
     try:
-        with open(part, 'wb') as file:
+        with open(part, 'xb') as file:
             np.lib.format.write_array_header_1_0(file, dict(descr='<f4', fortran_order=False, shape=shape))
             for block in logits_of(make_runner(runner, weights, len(ids)), np.asarray(ids, np.int32), chunk): file.write(np.ascontiguousarray(block, '<f4'))
         os.replace(part, out)
