@@ -186,3 +186,13 @@ def test_reasoning_that_nobody_wants_is_closed_where_it_begins():
             for body in bodies:
                 said = json.dumps(post(state, path, model='m', **({'input': 'x'} if path == '/v1/responses' else {'messages': ask('x')}), **body))
                 assert 'It is 4.' in said and 'Hm' not in said and '"reasoning_tokens": 14' not in said, (path, body, said)
+
+def test_half_a_call_is_not_gone_on_with(server):
+    "What follows would be half a call too, which nobody could read: as text it would be rubbish, as a call it would lack its name"
+    half = '<tool_call>\n{"name": "weather", '
+    for path, tools in (('/v1/chat/completions', CHAT_TOOLS), ('/v1/messages', CLAUDE_TOOLS), ('/api/chat', CHAT_TOOLS)):
+        for more in ({}, {} if path == '/api/chat' else dict(tool_choice=dict(type='any') if path == '/v1/messages' else 'required')):
+            body = dict(model='m', max_tokens=50, stream=False, messages=[*ask('greet'), dict(role='assistant', content=half.rstrip())], tools=tools, **more)
+            answer = httpx.post(server.url + path, json=body, timeout=30)
+            assert answer.status_code == 400 and 'inside of a tool call' in answer.text, (path, answer.text)
+    assert chat(server, 'greet')['finish_reason'] == 'stop'

@@ -303,6 +303,8 @@ def chat_prompt(call: ChatCall, engine) -> Prompt:
     thinking = False if call.budget == 0 and call.thinking is None else call.thinking
     variables = template.switches(thinking, call.effort).variables | call.variables
     messages, ending, said = _ending(call)
+    if tools and said.rfind('<tool_call>') > said.rfind('</tool_call>'):
+        raise ApiError(400, 'the last message breaks off inside of a tool call, which cannot be gone on with: let it end before the call, or leave the tools out', param='messages', code='unsupported_prefill')
     try: ids = [int(i) for i in engine.encode_chat(messages, **({'tools': tools} if tools else {}), **ending, **variables)]
     except UnicodeEncodeError: raise RequestError("'messages' holds half of a surrogate pair (\\ud800 to \\udfff) in the arguments of a call, which is no character", 'messages') from None
     opened = opened_by(ids, markup, engine.tokenizer)
