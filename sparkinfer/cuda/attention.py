@@ -343,7 +343,7 @@ def attend_kernel(heads, kv_heads, head_dim, rope_dim, splits, gated=True, norme
             two = load_f32x2(scales + 4 * (home * PAGE + 8 * n + 2 * (lane & 3)))
             s[2 * n], s[2 * n + 1] = two[0], two[1]
 
-    return Kernel(attend, *[types.int64] * 16, types.int32, types.int32, name=f'attend_{heads}_{kv_heads}_{head_dim}_{rope_dim}_{splits}_{int(gated)}{int(normed)}_{eps}_{kv}{"_stored" if stored else ""}', bounds=(256, 1))
+    return Kernel(attend, *[types.int64] * 16, types.int32, types.int32, name=f'attend_{heads}_{kv_heads}_{head_dim}_{rope_dim}_{splits}_{int(gated)}{int(normed)}_{eps}_{kv}{"_stored" if stored else ""}', bounds=(256, 1), chained=True)
 
 # %% ../../nbs/cuda/03_attention.ipynb #2bb092e0
 @lru_cache(None)
@@ -396,4 +396,4 @@ def combine_kernel(heads, kv_heads, head_dim, splits, gated=True, kv='f16'):
             answer *= reciprocal(total[inner])
             if gated: answer *= reciprocal(np.float32(1) + exp2(np.float32(-LOG2E) * gate))
             store_f32(out + 4 * ((sequence * heads + head) * head_dim + element), answer)
-    return Kernel(combine, *[types.int64] * 6, types.int32, name=f'combine_{heads}_{kv_heads}_{head_dim}_{splits}_{int(gated)}_{kv}')
+    return Kernel(combine, *[types.int64] * 6, types.int32, name=f'combine_{heads}_{kv_heads}_{head_dim}_{splits}_{int(gated)}_{kv}', apart=True)

@@ -30,7 +30,7 @@ from ..ops.sampling import SampleSpec, adjust_logits_spec, pack_mask, sample_spe
 from .attention import PAGE, attend_kernel, combine_kernel, rope_table, store_keys_kernel
 from .fused import SWIGLU_BLOCKS, fat_gemv, fat_kernel, fat_rule, fat_swiglu, fits_beside, swiglu_rest
 from .gated_deltanet import delta_step_kernel
-from .moe_routing import experts_down_kernel, experts_up_kernel, router_blocks, router_kernel
+from .moe_routing import DOWN_WARPS, experts_down_kernel, experts_up_kernel, router_blocks, router_kernel, up_blocks
 from .graphs import Buffer, CudaError, Graph, Kernel, Stream, checked, driver, replay_seconds
 from .linear import KINDS, PACKERS, Matrix, embed, gemv, gemv_arguments, gemv_kernel, kind_of, pack, plane_bytes, prepare, quantize_rows, quantize_spec, record_bytes, records_spec
 from .rows import JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel, pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product, tiled_records_spec
@@ -367,9 +367,9 @@ def check_experts(rng):
     stream, norm = Buffer.of(h), Buffer.of(weight)
     scores, chosen_ids, shares = (Buffer(4 * tokens * n, fill=0xff) for n in (experts + 1, chosen, chosen))
     middle, group = Buffer(tokens * (chosen + 1) * record_bytes(width), fill=0xff), 1 if SIMULATED else 3
-    router_kernel('Q8_0', hidden, width, experts, chosen, width, group).launch(router_blocks(width, experts, width, tokens, group), 512, matrices[4].addresses[0], norm.address, *matrices[1].addresses, stream.address, scores.address, middle.address)
-    experts_up_kernel(up_type, hidden, width, experts, chosen).launch(tokens * chosen * width // 32, 512, *matrices[0].addresses, norm.address, stream.address, scores.address, middle.address, dependent=True)
-    experts_down_kernel(down_type, 'Q8_0', hidden, width, experts, chosen, width).launch(rows // 8 * tokens, 256, *matrices[2].addresses, *matrices[3].addresses, middle.address, scores.address, stream.address, chosen_ids.address, shares.address, dependent=True)
+    router_kernel(hidden, experts, group).launch(router_blocks(experts, tokens, group), 512, matrices[4].addresses[0], norm.address, stream.address, scores.address)
+    experts_up_kernel(up_type, 'Q8_0', hidden, width, experts, chosen, width).launch(up_blocks(width, chosen, width, tokens), 512, *matrices[0].addresses, *matrices[1].addresses, norm.address, stream.address, scores.address, middle.address, dependent=True)
+    experts_down_kernel(down_type, 'Q8_0', hidden, width, experts, chosen, width).launch(rows // DOWN_WARPS * tokens, 32 * DOWN_WARPS, *matrices[2].addresses, *matrices[3].addresses, middle.address, scores.address, stream.address, chosen_ids.address, shares.address, dependent=True)
     np.testing.assert_allclose(scores.read(np.float32, (tokens, experts + 1)), x @ router.T, atol=2e-5)
     np.testing.assert_array_equal(chosen_ids.read(np.int32, (tokens, chosen)), ids)
     np.testing.assert_allclose(shares.read(np.float32, (tokens, chosen)), weights, rtol=1e-5)
@@ -798,7 +798,7 @@ def noise_matrix(type_name, rows, columns, rng):
     return matrix
 
 # %% ../../nbs/cuda/90_check.ipynb #cadc7a09
-TUNE = dict(many=5, splits=0, ahead_attend=0, ahead_out=5, ahead_gate=5, ahead_dense=5, swiglu={}, beside=True)      # how a step is launched; `ahead_…`: MB of the next matrix that a kernel asks into the second cache when it has asked for the last of its own; swiglu: options of `fat_swiglu`, None: a kernel of its own; many: from so many rows on, the tensor cores; beside: the shared expert of many rows on a stream of its own
+TUNE = dict(many=5, splits=0, ahead_attend=0, ahead_into=5, ahead_out=5, ahead_gate=5, ahead_dense=5, swiglu={}, beside=True)      # how a step is launched; `ahead_…`: MB of the next matrix that a kernel asks into the second cache when it has asked for the last of its own; swiglu: options of `fat_swiglu`, None: a kernel of its own; many: from so many rows on, the tensor cores; beside: the shared expert of many rows on a stream of its own
 
 # %% ../../nbs/cuda/90_check.ipynb #29280130
 class Walk:
@@ -852,7 +852,7 @@ class Walk:
         if not m['experts']: return parts | dict(up=size('up'), down=size('down'))
         share = (self.asked() if n > 1 else m['chosen']) / m['experts']              # of the experts, those that somebody asked last
         if self.many: return parts | dict(router=size('router'), shared=size('shared_up') + size('shared_down'), up=size('up', share), down=size('down', share))
-        return parts | dict(router=size('router') + size('shared_up'), up=size('up', share), down=size('down', share) + size('shared_down'))
+        return parts | dict(router=size('router'), up=size('up', share) + size('shared_up'), down=size('down', share) + size('shared_down'))
 
     def asked(self): return len(set(self.ids.read(np.int32, self.rows * self.m['chosen']).tolist()))
 
@@ -864,7 +864,7 @@ class Walk:
         m, H, n = self.m, self.m['hidden'], self.rows
         if self.wanted('ends'): embed(self.embedding, (self.tokens if n == 1 else self.given).address, self.h.address, n, stream=stream, dependent=False)
         for layer in self.layers:
-            self.project('into', layer['into'], layer['norm'])
+            self.project('into', layer['into'], layer['norm'], self.ahead('into', None if m['experts'] else layer['out']))
             (self.attend if layer['kind'] == 'attention' else self.delta)(layer)
             (self.experts if m['experts'] else self.dense)(layer)
         if self.wanted('head') and self.tune.get('head'):
@@ -882,10 +882,10 @@ class Walk:
         size = self.tune['ahead_' + name]
         return (matrix.addresses[0], min(int(1e6 * size), matrix.nbytes) // 256 * 256) if matrix and size else (0, 0)
 
-    def project(self, kind, matrix, norm):
+    def project(self, kind, matrix, norm, ahead=(0, 0)):
         "x = matrix · RMSNorm(h)"
         if self.many and self.wanted(kind): self.many_rows('norm', matrix, self.h.address, self.x.address, weight=norm.address)
-        elif self.wanted(kind): fat_gemv(matrix, self.h.address, self.x.address, tokens=self.rows, weight=norm.address, stream=self.stream, **self.tune.get(kind, {}))
+        elif self.wanted(kind): fat_gemv(matrix, self.h.address, self.x.address, tokens=self.rows, weight=norm.address, ahead=ahead, stream=self.stream, **self.tune.get(kind, {}))
 
     def back(self, layer, stage, **given):
         "h += matrix · stage(…)"
@@ -931,7 +931,7 @@ class Walk:
             rows_product(layer['shared_down'], self.record_shared.address, self.others.address, n, stream=side)
         if self.wanted('router'):
             group = max(g for g in (1, 2, 4) if n % g == 0)
-            router_kernel(m['shared'], H, width, m['experts'], m['chosen'], 0, group).launch(router_blocks(width, m['experts'], 0, n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, 0, stream=main, dependent=True)
+            router_kernel(H, m['experts'], group).launch(router_blocks(m['experts'], n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, self.h.address, self.scores.address, stream=main, dependent=True)
             jobs_kernel(m['experts'], m['chosen'], n, True, most).launch(1, 1024, layer['scores'].address, self.ids.address, self.weights.address, self.jobs.address, stream=main, dependent=True)
         if self.wanted('up'): pairs_up(m['up'], H, width, m['chosen'], pairs, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=main, **self.tune.get('pairs_up', {}))
         if self.wanted('down'): pairs_down(m['down'], H, width, pairs, *layer['down'].addresses, self.middles.address, self.jobs.address, self.parts.address, stream=main, **self.tune.get('pairs_down', {}))
@@ -942,9 +942,9 @@ class Walk:
         if self.many: return self.jobs_of(layer)
         m, H, n, group = self.m, self.m['hidden'], self.rows, min(self.rows, 4)
         shape = H, m['width'], m['experts'], m['chosen']
-        if self.wanted('router'): router_kernel(m['shared'], *shape, m['width'], group).launch(router_blocks(m['width'], m['experts'], m['width'], n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, *layer['shared_up'].addresses, self.h.address, self.scores.address, self.middle.address, stream=self.stream, dependent=True)
-        if self.wanted('up'): experts_up_kernel(m['up'], *shape).launch(n * m['chosen'] * m['width'] // 32, 512, *layer['up'].addresses, layer['ffn_norm'].address, self.h.address, (self.scores if n == 1 else layer['scores']).address, self.middle.address, stream=self.stream, dependent=True)
-        if self.wanted('down'): experts_down_kernel(m['down'], m['shared'], *shape, m['width']).launch(n * H // 8, 256, *layer['down'].addresses, *layer['shared_down'].addresses, self.middle.address, (self.scores if n == 1 else layer['scores']).address, self.h.address, self.ids.address, self.weights.address, stream=self.stream, dependent=True)
+        if self.wanted('router'): router_kernel(H, m['experts'], group).launch(router_blocks(m['experts'], n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, self.h.address, self.scores.address, stream=self.stream, dependent=True)
+        if self.wanted('up'): experts_up_kernel(m['up'], m['shared'], *shape, m['width']).launch(up_blocks(m['width'], m['chosen'], m['width'], n), 512, *layer['up'].addresses, *layer['shared_up'].addresses, layer['ffn_norm'].address, self.h.address, (self.scores if n == 1 else layer['scores']).address, self.middle.address, stream=self.stream, dependent=True)
+        if self.wanted('down'): experts_down_kernel(m['down'], m['shared'], *shape, m['width']).launch(n * H // DOWN_WARPS, 32 * DOWN_WARPS, *layer['down'].addresses, *layer['shared_down'].addresses, self.middle.address, (self.scores if n == 1 else layer['scores']).address, self.h.address, self.ids.address, self.weights.address, stream=self.stream, dependent=True)
 
     def dense(self, layer):
         if self.rows > 1 or self.tune['swiglu'] is None: self.project('up', layer['up'], layer['ffn_norm'])
@@ -956,7 +956,7 @@ class Walk:
         else: gemv(layer['down'], self.record.address, self.h.address, tokens=self.rows, add=True, stream=self.stream)
 
 # %% ../../nbs/cuda/90_check.ipynb #4edcf129
-PARTS = dict(into='norm, projections in', delta='linear attention', attend='attention', combine='its stretches', out='norm or gate, projection out', router='norm, router, shared gate + up', shared='shared expert, many rows', up='experts gate + up', down='experts down', head='norm, head', ends='embedding, choice')
+PARTS = dict(into='norm, projections in', delta='linear attention', attend='attention', combine='its stretches', out='norm or gate, projection out', router='norm, router', shared='shared expert, many rows', up='experts gate + up', down='experts down', head='norm, head', ends='embedding, choice')
 
 def graph_of(walk, position, **given):
     "A recorded step at `position`"
@@ -1064,7 +1064,7 @@ def compile_all(capability=(9, 0), processes=None, launches=LAUNCHES):
     one = lambda name, rows, columns, options: ('gemv', gemv_arguments(kind_of(name), rows, columns, **{k: v for k, v in options.items() if k != 'dependent'})[0])
     wanted = {one(name, rows, columns, dict(o, tokens=tokens)): 0 for name in PACKERS for rows, columns, tokens, o in FULL_SHAPES}
     wanted |= {one(kind, rows, columns, o): 0 for _, _, kind, rows, columns in SHAPES for o in launches}
-    wanted |= {('experts_up_kernel', ('Q4_K', 2048, 512, 256, 8)): 0, ('experts_down_kernel', ('Q5_K', 'Q8_0', 2048, 512, 256, 8, 512)): 0, **{('delta_step_kernel', (16, heads, 128, 128, 4, tiled)): 0 for tiled in (True, False) for heads in (32, 48)}}
+    wanted |= {('experts_up_kernel', ('Q4_K', 'Q8_0', 2048, 512, 256, 8, 512)): 0, ('experts_down_kernel', ('Q5_K', 'Q8_0', 2048, 512, 256, 8, 512)): 0, **{('delta_step_kernel', (16, heads, 128, 128, 4, tiled)): 0 for tiled in (True, False) for heads in (32, 48)}}
     wanted = [(name, arguments, capability) for name, arguments in wanted] + [(name, (), capability) for name in ('scalars', 'warp', 'matrix_products', 'quantize_rows', 'read_all')]
     with ProcessPoolExecutor(processes) as pool: return sum(1 for _ in pool.map(_compile, wanted, chunksize=4))
 

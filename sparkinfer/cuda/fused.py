@@ -159,7 +159,7 @@ def rows_beside(name, columns, factor, chunk=2):
     def others(row, low, high, scale, extra, spot, partial, y, rows):
         raw, total, lane = cuda.local.array(held, np.uint32), cuda.local.array(1, np.float32), np.int64(cuda.threadIdx.x & 31)
         while row < rows:
-            total[0], unit, first = np.float32(0), lane, row * row_units
+            total[0], unit, first = np.float32(0), lane, np.int64(np.int32(row * row_units))
             for _ in range(steps // units):
                 fetch(raw, low, high, scale, extra, first, unit)
                 compute(raw, spot, unit, total)
@@ -169,16 +169,16 @@ def rows_beside(name, columns, factor, chunk=2):
                 compute_rest(raw, spot, unit, total)
             value = warp_sum(total[0], 32)
             if factor is not None: value *= factor(partial, 0)
-            if factored: value *= load_f32(extra + 4 * row)
-            if lane == 0: store_f32(y + 4 * row, value)
-            row += (cuda.blockDim.x >> 5) * cuda.gridDim.x
+            if factored: value *= load_f32(extra + 4 * np.int64(row))
+            if lane == 0: store_f32(y + 4 * np.int64(row), value)
+            row = np.int32(row + (cuda.blockDim.x >> 5) * cuda.gridDim.x)
     return others
 
 # %% ../../nbs/cuda/02_fused.ipynb #6dbf4ef7
 @lru_cache(None)
-def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=False, eps=1e-6, block=512, buffers=1, resident=1, beside=None):
+def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=False, eps=1e-6, block=512, buffers=1, resident=1, beside=None, registers=None, apart=False):
     """y[t, row] (+)= W[row] · stage(x[t]), for kinds that are multiplied as integers. Arguments: the four planes, x, weight, gate, y (tokens, y_stride) float32, a range (address, bytes) to ask into the second cache meanwhile, the four planes of a second matrix of kind `beside` and the address of its answers (None: not looked at), y_stride, gate_stride (floats from one token's gate to the next), rows of W, rows of the second matrix.
-    rows_each: rows that a group of lanes works on at once; chunk: units of each that it asks for at once; buffers: 1, or 2 where a chunk is a whole row; resident: blocks that a multiprocessor must hold. Launch through `fat_gemv`"""
+    rows_each: rows that a group of lanes works on at once; chunk: units of each that it asks for at once; buffers: 1, or 2 where a chunk is a whole row; resident: blocks that a multiprocessor must hold; registers: how many a thread may have, instead. Launch through `fat_gemv`"""
     kind, rows = KINDS[name], rows_each
     lanes, row_units = lanes_for(kind, columns), columns // kind.unit
     steps, parts, warps = row_units // lanes, 32 // lanes, block // 32
@@ -192,27 +192,28 @@ def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=
     others = rows_beside(beside, columns, factor if normed else None)
     assert (buffers == 1 or units == steps) and (beside is None or tokens == 1 and lanes == 32)
 
-    def fat(low, high, scale, extra, x, weight, gate, y, ahead, ahead_bytes, low_b, high_b, scale_b, extra_b, y_b, y_stride, gate_stride, num_rows, rows_b):
+    def fat(low, high, scale, extra, x, weight, gate, y, ahead, ahead_bytes, low_b, high_b, scale_b, extra_b, y_b, y_stride, gate_stride, num_rows, rows_b, soon):
         launch_dependents()
         raw, other, total, w, s = cuda.local.array(held, np.uint32), cuda.local.array(held_too, np.uint32), cuda.local.array(answers, np.float32), cuda.local.array(kept, np.float32), cuda.local.array(tokens, np.float32)
-        lane, part = np.int64(cuda.threadIdx.x & (lanes - 1)), np.int64((cuda.threadIdx.x & 31) // lanes)
-        item, step, last = np.int64(cuda.threadIdx.x >> 5) * cuda.gridDim.x + cuda.blockIdx.x, np.int64(warps) * cuda.gridDim.x, np.int64(num_rows - rows)
-        items = ((num_rows + rows - 1) // rows + parts - 1) // parts
-        fetch(raw, low, high, scale, extra, min((item * parts + part) * rows, last) * row_units, lane)
-        if two: fetch(other, low, high, scale, extra, min(((item + step) * parts + part) * rows, last) * row_units, lane)
+        lane, part, warp = np.int64(cuda.threadIdx.x & (lanes - 1)), np.int32((cuda.threadIdx.x & 31) // lanes), np.int32(cuda.threadIdx.x >> 5)
+        item, step, last = np.int32(warp * cuda.gridDim.x + cuda.blockIdx.x), np.int32(warps * cuda.gridDim.x), np.int32(num_rows - rows)      # 32 bits are enough, and half of the registers
+        items = np.int32(((num_rows + rows - 1) // rows + parts - 1) // parts)
+        fetch(raw, low, high, scale, extra, begin(item, part, last), lane)
+        if two: fetch(other, low, high, scale, extra, begin(np.int32(item + step), part, last), lane)
         before(weight, w)
         spot = shared_address(cuda.shared.array(words, np.uint32))      # a line each: the simulator tells shared arrays apart by their lines
         partial = cuda.shared.array(sums, np.float32)
         wait_for_previous()
+        prefetch_share(low + 16 * begin(np.int32(buffers * step), np.int32(0), last), np.int64(soon))
         fill(spot, partial, x, gate, gate_stride, w)
         cuda.syncthreads()
         for t in range(tokens): s[t] = factor(partial, t) if normed else np.float32(1)
         while item < items:
             for i in range(answers): total[i] = np.float32(0)
             compute(raw, spot, lane, total)
-            own = (item * parts + part) * rows
+            own = np.int32((item * parts + part) * rows)
             if not two:
-                unit, first = lane + units * lanes, min(own, last) * row_units
+                unit, first = lane + units * lanes, begin(item, part, last)
                 for _ in range(steps // units - 1):
                     fetch(raw, low, high, scale, extra, first, unit)
                     compute(raw, spot, unit, total)
@@ -220,21 +221,26 @@ def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=
                 if rest > 0:
                     fetch_rest(raw, low, high, scale, extra, first, unit)
                     compute_rest(raw, spot, unit, total)
-            item += step
-            following = item + step if two else item
-            if following < items: fetch(raw, low, high, scale, extra, min((following * parts + part) * rows, last) * row_units, lane)
+            item = np.int32(item + step)
+            following = np.int32(item + step if two else item)
+            if following < items: fetch(raw, low, high, scale, extra, begin(following, part, last), lane)
             elif not two or following - step < items: prefetch_share(ahead, ahead_bytes)
             finish(total, s, lane, min(own, last), own, own < num_rows, extra, y, y_stride)
             if two and item < items:
                 for i in range(answers): total[i] = np.float32(0)
                 compute(other, spot, lane, total)
-                own = (item * parts + part) * rows
-                item += step
-                following = item + step
-                if following < items: fetch(other, low, high, scale, extra, min((following * parts + part) * rows, last) * row_units, lane)
+                own = np.int32((item * parts + part) * rows)
+                item = np.int32(item + step)
+                following = np.int32(item + step)
+                if following < items: fetch(other, low, high, scale, extra, begin(following, part, last), lane)
                 elif following - step < items: prefetch_share(ahead, ahead_bytes)
                 finish(total, s, lane, min(own, last), own, own < num_rows, extra, y, y_stride)
-        others(item - items, low_b, high_b, scale_b, extra_b, spot, partial, y_b, np.int64(rows_b))
+        others(np.int32(item - items), low_b, high_b, scale_b, extra_b, spot, partial, y_b, np.int32(rows_b))
+
+    @cuda.jit(device=True)
+    def begin(item, part, last):
+        "The first unit of an item's rows"
+        return np.int64(np.int32(min(np.int32((item * parts + part) * rows), last) * row_units))
 
     @cuda.jit(device=True)
     def finish(total, s, lane, row, own, inside, extra, y, y_stride):
@@ -243,20 +249,22 @@ def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=
             for r in range(rows):
                 for t in range(tokens):
                     value = total[r * tokens + t] * s[t]
-                    if factored: value *= load_f32(extra + 4 * (row + r))
+                    if factored: value *= load_f32(extra + 4 * np.int64(row + r))
                     at = y + 4 * (np.int64(t) * y_stride + row + r)
                     if not add: store_f32(at, value)
                     elif row + r >= own: add_f32(at, value)                          # the last group may repeat rows of the one before; what is added must be added once
-    return Kernel(fat, *[types.int64] * 15, *[types.int32] * 4, name=f'fat_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}_b{block}x{resident}_{buffers}_{eps}{"_" + beside if beside else ""}', bounds=(block, resident))
+    return Kernel(fat, *[types.int64] * 15, *[types.int32] * 5, name=f'fat_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}_b{block}x{resident}_{buffers}_{eps}{"_" + beside if beside else ""}{f"_g{registers}" if registers else ""}{"_apart" if apart else ""}', bounds=(block, resident), registers=registers, chained=True, apart=apart)
 
 # %% ../../nbs/cuda/02_fused.ipynb #73515150
 def fat_rule(kind, rows, columns, tokens=1):
-    "How `fat_gemv` launches, from what was measured: rows for each warp at once, units of each, threads of a block, blocks, how many of them a multiprocessor holds, buffers"
+    "How `fat_gemv` launches, from what was measured: rows for each warp at once, units of each, threads of a block, blocks, how many of them a multiprocessor holds, buffers; soon: MB of its own next rows that it asks into the second cache while it makes the stage"
     steps = columns // kind.unit // lanes_for(kind, columns)
-    if tokens > 1: return dict(rows_each=1, chunk=min(4, steps) if tokens > 2 else min(8, steps), block=512, blocks=264, resident=1, buffers=1)
-    if steps <= 2: return dict(rows_each=2, chunk=steps, block=512, blocks=132, resident=1, buffers=2)
-    if rows <= 6144: return dict(rows_each=1, chunk=4 if steps < 9 else 6, block=512 if rows <= 132 * 16 else 640, blocks=132, resident=1, buffers=1)      # 5,120 rows are two rounds of 20 warps, 2.4 of 16
-    return dict(rows_each=1, chunk=3, block=1024, blocks=132, resident=1, buffers=1)
+    one = dict(rows_each=1, blocks=132, resident=1, buffers=1)
+    if tokens > 1: return one | dict(chunk=min(4, steps) if tokens > 2 else min(8, steps), block=512, blocks=264)
+    if steps <= 2: return one | dict(rows_each=2, chunk=steps, block=512, buffers=2, soon=2)
+    if rows <= 132 * 16 and steps < 9: return one | dict(chunk=4, block=512, registers=88)      # beside one there is room for a block of linear attention, or of the router
+    if rows <= 6144: return one | dict(chunk=4 if steps < 9 else 6, block=512 if rows <= 132 * 16 else 640, soon=2)      # 5,120 rows are two rounds of 20 warps, 2.4 of 16
+    return one | dict(chunk=3, block=1024, soon=9)
 
 def fat_gemv(matrix, x, y, y_stride=None, tokens=1, stage='norm', weight=0, gate=0, gate_stride=None, add=False, eps=1e-6, ahead=(0, 0), beside=None, stream=None, dependent=True, **options):
     "y (tokens, y_stride) float32 (+)= W · stage(x), addresses; ahead: (address, bytes) of what the next kernel reads first; beside: (matrix of another kind, address of its answers), see `fits_beside`; options: instead of what `fat_rule` says"
@@ -266,8 +274,10 @@ def fat_gemv(matrix, x, y, y_stride=None, tokens=1, stage='norm', weight=0, gate
     items = -(-matrix.rows // (each * (32 // lanes_for(matrix.kind, matrix.columns))))
     blocks = min(rule['blocks'], -(-items // (block // 32)))
     other, target = beside or (None, 0)
-    fat_kernel(matrix.kind.name, matrix.columns, tokens, each, rule['chunk'], stage, add, eps, block, rule['buffers'], rule['resident'], other and other.kind.name).launch(
-        blocks, block, *matrix.addresses, x, weight, gate, y, *ahead, *(other.addresses if other else (0,) * 4), target, y_stride or matrix.rows, gate_stride or matrix.columns, matrix.rows, other.rows if other else 0, stream=stream, dependent=dependent)
+    asked = rule['buffers'] * blocks * block // 32 * (32 // lanes_for(matrix.kind, matrix.columns)) * each      # rows whose beginning is asked for before the wait
+    soon_bytes = max(0, min(int(1e6 * rule.get('soon', 0)), 16 * (matrix.rows - asked) * (matrix.columns // matrix.kind.unit))) // 256 * 256
+    fat_kernel(matrix.kind.name, matrix.columns, tokens, each, rule['chunk'], stage, add, eps, block, rule['buffers'], rule['resident'], other and other.kind.name, rule.get('registers'), rule.get('apart', False)).launch(
+        blocks, block, *matrix.addresses, x, weight, gate, y, *ahead, *(other.addresses if other else (0,) * 4), target, y_stride or matrix.rows, gate_stride or matrix.columns, matrix.rows, other.rows if other else 0, soon_bytes, stream=stream, dependent=dependent)
 
 def fits_beside(matrix, other):
     "Whether a launch for `matrix` may also do the rows of `other`: a few, which the warps that are left over in the last round take"
@@ -282,70 +292,80 @@ def swiglu_rest(width, blocks=SWIGLU_BLOCKS):
 
 # %% ../../nbs/cuda/02_fused.ipynb #7fc7f035
 @lru_cache(None)
-def fat_swiglu_kernel(name, columns, width, chunk=3, eps=1e-6, blocks=SWIGLU_BLOCKS):
+def fat_swiglu_kernel(name, columns, width, chunk=3, eps=1e-6, blocks=SWIGLU_BLOCKS, block=1024):
     """The record of silu(gate · x) · (up · x), x = RMSNorm(h), of one token; its last `swiglu_rest` numbers not, but their gates, then their ups, as floats. W: `width` rows of gate, then of up.
-    Arguments: four planes, h, norm weight, record, rest (2 · swiglu_rest) float32, a range (address, bytes) to ask into the second cache. Launch with `blocks` blocks of 1024 threads"""
-    kind, row_units, rounds, rest_rows = KINDS[name], columns // 32, width // (32 * blocks), 2 * swiglu_rest(width, blocks)
-    steps, first_rest, extra_turns = row_units // 32, 32 * rounds * blocks, -(-rest_rows // (32 * blocks))
-    units, words, kept = min(chunk, steps), record_bytes(columns) // 4, (stage_vectors('norm', columns, 1024), 4)
-    rest, held, half_rest, all_warps, turns = steps % units, (units, kind.words), rest_rows // 2, 32 * blocks, 2 * rounds
+    Arguments: four planes, h, norm weight, record, rest (2 · swiglu_rest) float32, a range (address, bytes) to ask into the second cache. Launch with `blocks` blocks of `block` threads"""
+    kind, row_units, rounds, rest_rows, warps = KINDS[name], columns // 32, width // (32 * blocks), 2 * swiglu_rest(width, blocks), block // 32
+    steps, first_rest, to_up = row_units // 32, 32 * rounds * blocks, width * row_units
+    units, words, kept = min(chunk, steps), record_bytes(columns) // 4, (stage_vectors('norm', columns, block), 4)
+    rest, held, half_rest = steps % units, (units, kind.words), rest_rows // 2
     fetch, compute = rounded_chunk(name, columns, 1, 1, units, True)
     fetch_rest, compute_rest = rounded_chunk(name, columns, 1, 1, max(rest, 1), True)
-    (before, fill), factor, board = fat_stage('norm', columns, 1, eps, 1024), norm_factor(columns, eps, 32), max(64 * rounds, 32)
-    assert width % 32 == 0 and lanes_for(kind, columns) == 32 and kind.extra != (4, 0) and rounds <= 32
+    (before, fill), factor, board = fat_stage('norm', columns, 1, eps, block), norm_factor(columns, eps, warps), max(64 * rounds, 32)
+    assert width % 32 == 0 and lanes_for(kind, columns) == 32 and kind.extra != (4, 0) and rounds <= warps
 
     @cuda.jit(device=True)
-    def left_over(turn): return (turn - turns) * all_warps + (cuda.threadIdx.x >> 5) * blocks + cuda.blockIdx.x
+    def gate_unit(own):
+        "Where the gate's row of one of a block's numbers begins"
+        return np.int32((32 * ((own >> 5) * blocks + cuda.blockIdx.x) + (own & 31)) * row_units)
 
     @cuda.jit(device=True)
-    def first_unit(turn):
-        "Of this warp's row in a turn: gate in even ones, up in odd ones; then a row that is left over"
-        row = 32 * cuda.blockIdx.x + (cuda.threadIdx.x >> 5) + (turn >> 1) * all_warps + (turn & 1) * width
-        if rest_rows > 0 and turn >= turns:
-            number = left_over(turn)
-            row = first_rest + number if number < half_rest else width + first_rest + number - half_rest
-        return np.int64(row) * row_units
+    def number_of(turn, warp):
+        "Which of the rows that are left over a warp has: warps with the fewest others have the first ones"
+        return np.int32((turn * warps + warps - 1 - warp) * blocks + cuda.blockIdx.x)
 
-    def fat_swiglu(low, high, scale, extra, h, weight, record, left, ahead, ahead_bytes):
+    @cuda.jit(device=True)
+    def rest_unit(number):
+        "Where such a row begins"
+        return np.int32((first_rest + number + (width - half_rest if number >= half_rest else 0)) * row_units)
+
+    def fat_swiglu(low, high, scale, extra, h, weight, record, left, ahead, ahead_bytes, soon):
         launch_dependents()
-        raw, total, w, lane = cuda.local.array(held, np.uint32), cuda.local.array(1, np.float32), cuda.local.array(kept, np.float32), np.int64(cuda.threadIdx.x & 31)
+        raw, total, w = cuda.local.array(held, np.uint32), cuda.local.array(1, np.float32), cuda.local.array(kept, np.float32)
+        lane, warp = np.int64(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5)
         spot = shared_address(cuda.shared.array(words, np.uint32))      # a line each: the simulator tells shared arrays apart by their lines
         partial = cuda.shared.array((1, 32), np.float32)
         made = shared_address(cuda.shared.array(board, np.float32))
-        turn, end = np.int32(0), np.int32(turns)
-        for i in range(extra_turns):
-            if left_over(turns + i) < rest_rows: end = np.int32(turns + i + 1)
-        if turn < end: fetch(raw, low, high, scale, extra, first_unit(turn), lane)
+        turn, number, turns = np.int32(0), np.int32(0), np.int32(2 * ((32 * rounds + warps - 1 - warp) // warps))
+        first = gate_unit(warp)
+        if turns == 0:
+            number = number_of(turn, warp)
+            first = rest_unit(max(min(number, np.int32(rest_rows - 1)), np.int32(0)))
+        fetch(raw, low, high, scale, extra, np.int64(first), lane)
         before(weight, w)
         wait_for_previous()
+        if turns > 0 and cuda.threadIdx.x == 0 and soon > 0: prefetch_range(low + 16 * np.int64(first + to_up), np.uint32(soon))
         fill(spot, partial, h, np.int64(0), 0, w)
         cuda.syncthreads()
         s = factor(partial, 0)
-        while turn < end:
+        while turn < turns or number < rest_rows:
             total[0], unit = np.float32(0), lane + units * 32
             compute(raw, spot, lane, total)
             for _ in range(steps // units - 1):
-                fetch(raw, low, high, scale, extra, first_unit(turn), unit)
+                fetch(raw, low, high, scale, extra, np.int64(first), unit)
                 compute(raw, spot, unit, total)
                 unit += units * 32
             if rest > 0:
-                fetch_rest(raw, low, high, scale, extra, first_unit(turn), unit)
+                fetch_rest(raw, low, high, scale, extra, np.int64(first), unit)
                 compute_rest(raw, spot, unit, total)
-            following = np.int32(turn + 1)
-            if following < end: fetch(raw, low, high, scale, extra, first_unit(following), lane)
+            here, own, turn = turn, number, np.int32(turn + 1)
+            if turn < turns: first = np.int32(first + to_up) if turn & 1 else gate_unit(np.int32((turn >> 1) * warps + warp))
+            else:
+                number = number_of(np.int32(turn - turns), warp)
+                first = rest_unit(number)
+            if turn < turns or number < rest_rows: fetch(raw, low, high, scale, extra, np.int64(first), lane)
             else: prefetch_share(ahead, ahead_bytes)
             value = warp_sum(total[0], 32) * s
             if lane == 0:
-                if turn < turns: store_u32_staged(made + 4 * np.int64(32 * turn + (cuda.threadIdx.x >> 5)), as_word(value))
-                else: store_f32(left + 4 * np.int64(left_over(turn)), value)
-            turn = following
+                at = np.int32((here >> 1) * warps + warp)
+                if here < turns: store_u32_staged(made + 4 * np.int64(64 * (at >> 5) + 32 * (here & 1) + (at & 31)), as_word(value))
+                else: store_f32(left + 4 * np.int64(own), value)
         cuda.syncthreads()
-        warp = np.int64(cuda.threadIdx.x >> 5)
         if warp < rounds:
-            four = made + 256 * warp + 16 * (lane & 7)
+            four = made + 256 * np.int64(warp) + 16 * (lane & 7)
             v, u = load_f32x4_staged(four), load_f32x4_staged(four + 128)
-            quantize_four(record, width, 32 * (warp * blocks + cuda.blockIdx.x) + 4 * lane if lane < 8 else np.int64(width), silu(v[0]) * u[0], silu(v[1]) * u[1], silu(v[2]) * u[2], silu(v[3]) * u[3])
-    return Kernel(fat_swiglu, *[types.int64] * 10, name=f'fat_swiglu_{name}_{columns}_{width}_c{chunk}_b{blocks}_{eps}', bounds=(1024, 1))
+            quantize_four(record, width, 32 * (np.int64(warp) * blocks + cuda.blockIdx.x) + 4 * lane if lane < 8 else np.int64(width), silu(v[0]) * u[0], silu(v[1]) * u[1], silu(v[2]) * u[2], silu(v[3]) * u[3])
+    return Kernel(fat_swiglu, *[types.int64] * 10, types.int32, name=f'fat_swiglu_{name}_{columns}_{width}_c{chunk}_b{blocks}x{block}_{eps}', bounds=(block, 1), chained=True)
 
 # %% ../../nbs/cuda/02_fused.ipynb #b175d56b
 def swiglu_fits(matrix):
@@ -354,7 +374,8 @@ def swiglu_fits(matrix):
 
 def fat_swiglu(matrix, h, weight, record, left, eps=1e-6, ahead=(0, 0), stream=None, dependent=True, **options):
     "See `fat_swiglu_kernel`. → the stage with which `fat_gemv` reads the record, `left` given as its gate"
-    options = dict(chunk=2 if matrix.kind.name in ('Q5_K', 'Q6_K') else 3, blocks=SWIGLU_BLOCKS) | options        # more would not fit into 64 registers
+    options = dict(chunk=5 if matrix.kind.name in ('Q4_K', 'Q4_1') else 3, blocks=SWIGLU_BLOCKS, block=896) | options        # a row of 5120 at once, in 72 registers
+    soon = min(int(1e6 * options.pop('soon', 6)) // options['blocks'], 32 * matrix.columns // 2)
     kernel, rest = fat_swiglu_kernel(matrix.kind.name, matrix.columns, matrix.rows // 2, eps=eps, **options), swiglu_rest(matrix.rows // 2, options['blocks'])
-    kernel.launch(options['blocks'], 1024, *matrix.addresses, h, weight, record, left, *ahead, stream=stream, dependent=dependent)
+    kernel.launch(options['blocks'], options['block'], *matrix.addresses, h, weight, record, left, *ahead, soon // 16 * 16, stream=stream, dependent=dependent)
     return f'rest{rest}' if rest else 'copy'

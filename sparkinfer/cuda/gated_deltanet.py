@@ -142,4 +142,4 @@ def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, e
         if lane == 0: store_f32(squares_at + 4 * (sequence * runs + run), total)
         a, b, c, d = shuffle_from(value, np.uint32(first)), shuffle_from(value, np.uint32(first + 1)), shuffle_from(value, np.uint32(first + 2)), shuffle_from(value, np.uint32(first + 3))
         quantize_four(record, 32 * runs, 32 * run + first if lane < 8 else np.int64(32 * runs), a, b, c, d)
-    return Kernel(delta_step, *[types.int64] * 11, *[types.int32] * 4, name=f'delta_step_{key_heads}_{value_heads}_{key_dim}_{value_dim}_{taps}_{int(tiled)}{int(noted)}_{eps}', bounds=(threads, 3 if noted else 4))
+    return Kernel(delta_step, *[types.int64] * 11, *[types.int32] * 4, name=f'delta_step_{key_heads}_{value_heads}_{key_dim}_{value_dim}_{taps}_{int(tiled)}{int(noted)}_{eps}', bounds=(threads, 3 if noted else 4), apart=True)

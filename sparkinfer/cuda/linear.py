@@ -207,10 +207,10 @@ def _keep(raw, u, at, words):
     for i in range(4): raw[u, at + i] = words[i]
 
 @cuda.jit(device=True)
-def fetch_q8_0(raw, u, low, high, scale, extra, index):
-    _keep(raw, u, 0, load16_once(low + 16 * index))
-    _keep(raw, u, 4, load16_once(high + 16 * index))
-    raw[u, 8] = np.uint32(load2_once(scale + 2 * index))
+def fetch_q8_0(raw, u, low, high, scale, extra, index, more):
+    _keep(raw, u, 0, load16_once(low + 16 * index + 16 * more))
+    _keep(raw, u, 4, load16_once(high + 16 * index + 16 * more))
+    raw[u, 8] = np.uint32(load2_once(scale + 2 * index + 2 * more))
 
 @cuda.jit(device=True)
 def unpack_q8_0(raw, u, index, q, s):
@@ -218,9 +218,9 @@ def unpack_q8_0(raw, u, index, q, s):
     s[0] = half_to_float(np.uint16(raw[u, 8]))
 
 @cuda.jit(device=True)
-def fetch_q4_k(raw, u, low, high, scale, extra, index):
-    _keep(raw, u, 0, load16_once(low + 16 * index))
-    _keep(raw, u, 4, load16(scale + 16 * (index >> 3)))
+def fetch_q4_k(raw, u, low, high, scale, extra, index, more):
+    _keep(raw, u, 0, load16_once(low + 16 * index + 16 * more))
+    _keep(raw, u, 4, load16(scale + 16 * (index >> 3) + 2 * more))
 
 @cuda.jit(device=True)
 def _k_scales(raw, u, index, s):
@@ -242,9 +242,9 @@ def unpack_q4_k(raw, u, index, q, s):
 
 # %% ../../nbs/cuda/01_linear.ipynb #b641bc43
 @cuda.jit(device=True)
-def fetch_q5_k(raw, u, low, high, scale, extra, index):
-    fetch_q4_k(raw, u, low, high, scale, extra, index)
-    raw[u, 8] = load4_once(high + 4 * index)
+def fetch_q5_k(raw, u, low, high, scale, extra, index, more):
+    fetch_q4_k(raw, u, low, high, scale, extra, index, more)
+    raw[u, 8] = load4_once(high + 4 * index + 4 * more)
 
 @cuda.jit(device=True)
 def unpack_q5_k(raw, u, index, q, s):
@@ -256,11 +256,11 @@ def unpack_q5_k(raw, u, index, q, s):
         q[4 + c] = bits_or(q[4 + c], bits_and(shift_right(raw[u, 8], np.uint32(c)), fifth))
 
 @cuda.jit(device=True)
-def fetch_q6_k(raw, u, low, high, scale, extra, index):
-    _keep(raw, u, 0, load16_once(low + 16 * index))
-    pair = load8_once(high + 8 * index)
+def fetch_q6_k(raw, u, low, high, scale, extra, index, more):
+    _keep(raw, u, 0, load16_once(low + 16 * index + 16 * more))
+    pair = load8_once(high + 8 * index + 8 * more)
     raw[u, 4], raw[u, 5] = pair[0], pair[1]
-    raw[u, 6], raw[u, 7] = np.uint32(load2_once(scale + 2 * index)), np.uint32(load2_once(extra + 2 * (index >> 3)))
+    raw[u, 6], raw[u, 7] = np.uint32(load2_once(scale + 2 * index + 2 * more)), np.uint32(load2_once(extra + 2 * (index >> 3) + (more >> 2)))
 
 @cuda.jit(device=True)
 def unpack_q6_k(raw, u, index, q, s):
@@ -275,9 +275,9 @@ def unpack_q6_k(raw, u, index, q, s):
 
 # %% ../../nbs/cuda/01_linear.ipynb #92d7cada
 @cuda.jit(device=True)
-def fetch_q4_1(raw, u, low, high, scale, extra, index):
-    _keep(raw, u, 0, load16_once(low + 16 * index))
-    raw[u, 4] = load4_once(scale + 4 * index)
+def fetch_q4_1(raw, u, low, high, scale, extra, index, more):
+    _keep(raw, u, 0, load16_once(low + 16 * index + 16 * more))
+    raw[u, 4] = load4_once(scale + 4 * index + 4 * more)
 
 @cuda.jit(device=True)
 def unpack_q4_1(raw, u, index, q, s):
@@ -286,9 +286,9 @@ def unpack_q4_1(raw, u, index, q, s):
     s[0], s[2] = both[0], -both[1]
 
 @cuda.jit(device=True)
-def fetch_nvfp4(raw, u, low, high, scale, extra, index):
-    _keep(raw, u, 0, load16_once(low + 16 * index))
-    raw[u, 4] = np.uint32(load2_once(scale + 2 * index))
+def fetch_nvfp4(raw, u, low, high, scale, extra, index, more):
+    _keep(raw, u, 0, load16_once(low + 16 * index + 16 * more))
+    raw[u, 4] = np.uint32(load2_once(scale + 2 * index + 2 * more))
 
 @cuda.jit(device=True)
 def _signed_sizes(codes):
@@ -343,11 +343,14 @@ def rounded_chunk(name, columns, tokens, rows, units, staged, row_step=None):
     kind, (fetch_unit, unpack) = KINDS[name], ROUNDED[name]
     lanes, stride, dot_unit = lanes_for(kind, columns), record_bytes(columns), unit_dot(name, columns, staged)
     step = row_step or columns // kind.unit
+    known = lanes % 8 == 0 and (rows == 1 or step % 8 == 0)
 
     @cuda.jit(device=True)
     def fetch(raw, low, high, scale, extra, first, unit):
         for r in range(rows):
-            for u in range(units): fetch_unit(raw, r * units + u, low, high, scale, extra, first + r * step + unit + u * lanes)
+            for u in range(units):
+                if known: fetch_unit(raw, r * units + u, low, high, scale, extra, first + unit, np.int64(r * step + u * lanes))
+                else: fetch_unit(raw, r * units + u, low, high, scale, extra, first + unit + r * step + u * lanes, np.int64(0))
 
     @cuda.jit(device=True)
     def compute(raw, x, unit, total):
@@ -630,7 +633,7 @@ def embed_kernel(name, columns):
         raw, q, s = cuda.local.array(held, np.uint32), cuda.local.array(8, np.uint32), cuda.local.array(3, np.float32)
         token, unit = np.int64(cuda.blockIdx.x), np.int64(cuda.threadIdx.x)
         wait_for_previous()
-        fetch_unit(raw, 0, low, high, scale, extra, np.int64(load_u32(ids + 4 * token)) * (columns // 32) + unit)
+        fetch_unit(raw, 0, low, high, scale, extra, np.int64(load_u32(ids + 4 * token)) * (columns // 32) + unit, np.int64(0))
         unpack(raw, 0, unit, q, s)
         for i in range(8):
             for b in range(4):

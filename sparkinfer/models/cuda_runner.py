@@ -20,7 +20,7 @@ from ..cuda.fused import SWIGLU_BLOCKS, fat_gemv, fat_swiglu, fits_beside, swigl
 from ..cuda.gated_deltanet import delta_step_kernel
 from ..cuda.graphs import Buffer, CudaError, Graph, Rehearsal, Stream, checked, device_capability, driver, make_kernels
 from ..cuda.linear import KIND_OF, KINDS, STAGE_BYTES, Matrix, embed, gemv, kind_of, pack, plane_bytes, prepare, record_bytes
-from ..cuda.moe_routing import experts_down_kernel, experts_up_kernel, router_blocks, router_kernel
+from ..cuda.moe_routing import DOWN_WARPS, experts_down_kernel, experts_up_kernel, router_blocks, router_kernel, up_blocks
 from ..cuda.ptx import SIMULATED
 from ..cuda.sampling import DRAW_BYTES, ENTRY_BYTES, adjust, draw, draw_records, feed_kernel, mask_rows, needs, sampling_bytes
 from ..cuda.rows import JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_up_kernel, pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product
@@ -566,7 +566,7 @@ def launch_rows(self: CudaRunner, n, runs, decode, fed=False):
     else: embed_floats_kernel(self.embedding.kind.name, c.hidden_size).launch(n, 64, self.embedding.addresses[0], ids, h, stream=self.stream)
     for layer, mixer, ffn in zip(self.layers, c.layer_kinds, c.ffn_kinds):
         width = self.width_in[mixer]
-        self.multiply(layer['into'], n, h, self.at('x'), width, 'norm', weight=layer['attn_norm'].address)
+        self.multiply(layer['into'], n, h, self.at('x'), width, 'norm', weight=layer['attn_norm'].address, ahead=beginning(layer['out'][0][0]) if 'up' in layer else (0, 0))
         if mixer == 'attention': self.launch_attention(layer, n, width, decode)
         else: self.launch_delta(layer, n, runs, width, decode)
         if ffn == 'dense': self.launch_dense(layer, n)
@@ -654,9 +654,9 @@ def launch_experts(self: CudaRunner, layer, n):
     if few:
         own = [p.addresses for p in packed] if packed else [(0,) * 4] * 2
         group, wide = min(n, 4), I if packed else 0
-        router_kernel(kind, H, I, E, K, wide, group, c.norm_eps).launch(router_blocks(I, E, wide, n, group), 512, layer['router'].addresses[0], norm, *own[0], h, at('scores'), at('middle'), stream=stream, dependent=True)
-        experts_up_kernel(up.kind.name, H, I, E, K, c.norm_eps).launch(n * K * I // 32, 512, *up.addresses, norm, h, at('scores'), at('middle'), stream=stream, dependent=True)
-        return experts_down_kernel(down.kind.name, packed[1].kind.name if packed else 'Q8_0', H, I, E, K, wide, c.norm_topk).launch(n * H // 8, 256, *down.addresses, *own[1], at('middle'), at('scores'), h, at('ids'), at('shares'), stream=stream, dependent=True)
+        router_kernel(H, E, group, c.norm_eps).launch(router_blocks(E, n, group), 512, layer['router'].addresses[0], norm, h, at('scores'), stream=stream, dependent=True)
+        experts_up_kernel(up.kind.name, kind, H, I, E, K, wide, c.norm_eps).launch(up_blocks(I, K, wide, n), 512, *up.addresses, *own[0], norm, h, at('scores'), at('middle'), stream=stream, dependent=True)
+        return experts_down_kernel(down.kind.name, packed[1].kind.name if packed else 'Q8_0', H, I, E, K, wide, c.norm_topk).launch(n * H // DOWN_WARPS, 32 * DOWN_WARPS, *down.addresses, *own[1], at('middle'), at('scores'), h, at('ids'), at('shares'), stream=stream, dependent=True)
     beside = bool(c.shared_size and packed) and self.moe == 'jobs' and n >= MANY and H % 128 == c.shared_size % 128 == 0
     if c.shared_size and not beside:
         self.multiply(shared[0], n, h, at('x'), 2 * c.shared_size, 'norm', weight=norm)
@@ -669,7 +669,7 @@ def launch_experts(self: CudaRunner, layer, n):
         rows_product(packed[1], at('record_shared'), at('others'), n, stream=side)
     if routes:
         group = max(g for g in (1, 2, 4, 8) if n % g == 0)
-        router_kernel(kind, H, I, E, K, 0, group, c.norm_eps).launch(router_blocks(I, E, 0, n, group), 512, layer['router'].addresses[0], norm, 0, 0, 0, 0, h, at('scores'), 0, stream=stream, dependent=True)
+        router_kernel(H, E, group, c.norm_eps).launch(router_blocks(E, n, group), 512, layer['router'].addresses[0], norm, h, at('scores'), stream=stream, dependent=True)
     else: self.multiply([(layer['router'], 0)], n, h, at('scores'), E + 1, 'norm', weight=norm)
     if self.moe == 'jobs':
         by_pairs = pairs_fit(up.kind.name, down.kind.name, H, I)
