@@ -70,7 +70,7 @@ def test_weights_are_requested_before_the_wait():
     before, after = code.split('griddepcontrol.wait')
     assert before.count('ld.global.L1::no_allocate.v4') == 2 and 'no_allocate' not in after and 'ld.global.nc' not in code
 
-HOT = '[fat_kernel("Q8_0", 2048, 1, 2, 2, buffers=2), fat_kernel("Q8_0", 4096, 1, 1, 4, "heads", True), fat_kernel("Q4_K", 5120, 1, 1, 3, block=1024), fat_kernel("Q6_K", 17408, 1, 1, 6, "rest512", True, block=640), fat_kernel("Q4_K", 5120, 1, 1, 3, block=1024, beside="Q8_0"), fat_kernel("Q4_K", 5120, 1, 1, 3, block=1024, beside="Q6_K"), fat_swiglu_kernel("Q4_K", 5120, 17408), attend_kernel(16, 2, 256, 64, 64), attend_kernel(24, 4, 256, 64, 32, kv="int8"), combine_kernel(16, 2, 256, 64), delta_step_kernel(16, 32, 128, 128, 4, True, noted=True), delta_rows_kernel(16, 48, 128, 128, True), router_kernel("Q8_0", 2048, 512, 256, 8, 512), experts_up_kernel("Q4_K", 2048, 512, 256, 8), experts_down_kernel("Q5_K", "Q8_0", 2048, 512, 256, 8, 512), jobs_kernel(256, 8, 32), jobs_down_kernel("Q5_K", 2048, 512), rows_kernel("Q8_0", 2048, 4, 2, resident=2), pairs_up_kernel("Q4_K", 2048, 512, 8)[0], pairs_down_kernel("Q5_K", 2048, 512, 2)[0], weigh_kernel, gather_kernel, decide_kernel]'
+HOT = '[fat_kernel("Q8_0", 2048, 1, 2, 2, buffers=2), fat_kernel("Q8_0", 4096, 1, 1, 4, "heads", True), fat_kernel("Q4_K", 5120, 1, 1, 3, block=1024), fat_kernel("Q6_K", 17408, 1, 1, 6, "rest512", True, block=640), fat_kernel("Q4_K", 5120, 1, 1, 3, block=1024, beside="Q8_0"), fat_kernel("Q4_K", 5120, 1, 1, 3, block=1024, beside="Q6_K"), fat_swiglu_kernel("Q4_K", 5120, 17408, 5, block=896), fat_kernel("Q8_0", 4096, 1, 1, 4, "heads", True, registers=88), attend_kernel(16, 2, 256, 64, 64), attend_kernel(24, 4, 256, 64, 32, kv="int8"), combine_kernel(16, 2, 256, 64), delta_step_kernel(16, 32, 128, 128, 4, True, noted=True), delta_rows_kernel(16, 48, 128, 128, True), router_kernel(2048, 256), experts_up_kernel("Q4_K", "Q8_0", 2048, 512, 256, 8, 512), experts_down_kernel("Q5_K", "Q8_0", 2048, 512, 256, 8, 512), jobs_kernel(256, 8, 32), jobs_down_kernel("Q5_K", 2048, 512), rows_kernel("Q8_0", 2048, 4, 2, resident=2), pairs_up_kernel("Q4_K", 2048, 512, 8)[0], pairs_down_kernel("Q5_K", 2048, 512, 2)[0], weigh_kernel, gather_kernel, decide_kernel]'
 
 @needs_numba_cuda
 @pytest.mark.parametrize('capability', [(9, 0), (12, 0)], ids=lambda c: f'sm_{c[0]}{c[1]}')
@@ -89,6 +89,15 @@ def test_fat_kernels_ask_for_weights_and_pages_before_the_wait():
     assert before.count('ld.global.L1::no_allocate.v4') == 16                        # two groups of two rows of two units, two planes
     before, after = attend_kernel(16, 2, 256, 64, 64).ptx().split('griddepcontrol.wait')
     assert before.count('ld.global.L1::no_allocate.v4') == 32 and 'st.global' not in before
+
+@needs_numba_cuda
+def test_what_is_read_ahead_of_a_wait_is_complete():
+    "`down` reads scores ahead of its wait for `up`: it must not begin before the router has ended, so `up` lets it begin only behind its own wait, in all its blocks"
+    from sparkinfer.cuda.moe_routing import experts_down_kernel, experts_up_kernel, router_kernel
+    up, down = experts_up_kernel('Q4_K', 'Q8_0', 2048, 512, 256, 8, 512).ptx(), experts_down_kernel('Q5_K', 'Q8_0', 2048, 512, 256, 8, 512).ptx()
+    order = [word for word in up.replace(';', '').split() if word.startswith('griddepcontrol.')]
+    assert order == ['griddepcontrol.wait', 'griddepcontrol.launch_dependents'] * (len(order) // 2) and len(order) >= 2
+    assert down.index('griddepcontrol.launch_dependents') < down.index('griddepcontrol.wait') and router_kernel(2048, 256).ptx().index('griddepcontrol.launch_dependents') < router_kernel(2048, 256).ptx().index('griddepcontrol.wait')
 
 @needs_numba_cuda
 def test_shared_arrays_are_aligned_for_vector_loads():
