@@ -47,20 +47,27 @@ TEMPLATE = """{% for m in messages %}{% if m.role not in ('system', 'user', 'ass
 
 
 class Late:
-    """Before a runner among the bases: what a step draws stays with the runner until it is collected, in order, and the next step names it by -1, as on a GPU.
+    """Before a runner among the bases: what a step draws stays with the runner until it is collected, in order, and the next step names it by -1, among its tokens and at the end of a history, as on a GPU.
     `broken` is raised by the next `collect`"""
     broken = None
 
     def submit(self, batch, sampling=None):
         flying, drawn = self.__dict__.setdefault('flying', []), self.__dict__.setdefault('drawn', {})
-        tokens = np.array([drawn.pop(slot) if token < 0 else token for token, slot in zip(batch.tokens.tolist(), batch.slots.tolist())], np.int32)
+        tokens = np.array([drawn[slot] if token < 0 else token for token, slot in zip(batch.tokens.tolist(), batch.slots.tolist())], np.int32)
+        if sampling is not None: sampling = [self.told(spec, drawn, int(batch.slots[row])) for spec, row in zip(sampling, batch.output_rows, strict=True)]
         result = super().submit(replace(batch, tokens=tokens), sampling)
+        self.drawn = {}
         if sampling is None or any(s.num_logprobs >= 0 or len(s.allowed) for s in sampling): return result
         self.drawn = {int(batch.slots[row]): max(0, int(token)) for row, token in zip(batch.output_rows, result.tokens)}       # of this step only: an older one is known
         assert len(flying) < 2, 'more than two steps in flight'
         handle = [result]
         flying.append(handle)
         return handle
+
+    def told(self, spec, drawn, slot):
+        history = spec.history_ids
+        assert (history[:-1] >= 0).all(), 'more than one token of a history is in flight'
+        return replace(spec, history_ids=np.append(history[:-1], np.int32(drawn[slot]))) if len(history) and history[-1] < 0 else spec
 
     def collect(self, handle):
         if not isinstance(handle, list): return super().collect(handle)

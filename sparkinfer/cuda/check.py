@@ -8,14 +8,15 @@ __all__ = ['SCALARS', 'scalars', 'warp', 'matrix_products', 'TINY_SHAPES', 'FULL
            'PARTS', 'LAUNCHES', 'CHECKS', 'check_instructions', 'check_warp', 'check_matrix_products', 'linear_spec',
            'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_fused',
            'check_beside', 'check_swiglu', 'check_rows', 'without_ties', 'check_experts', 'check_jobs', 'check_pairs',
-           'check_delta', 'check_attention', 'check_runs', 'random_mask', 'random_specs', 'check_sampling',
-           'check_ends', 'noise', 'time_gemv', 'read_rate', 'gpu_record', 'bench_linear', 'noise_matrix', 'Walk',
-           'graph_of', 'step_seconds', 'part_table', 'bench_step', 'time_line', 'compile_all', 'run_check',
-           'side_by_side', 'main']
+           'check_delta', 'check_attention', 'check_runs', 'random_mask', 'random_specs', 'in_flight_specs',
+           'check_in_flight', 'check_sampling', 'check_ends', 'noise', 'time_gemv', 'read_rate', 'gpu_record',
+           'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table', 'bench_step', 'time_line',
+           'compile_all', 'run_check', 'side_by_side', 'main']
 
 # %% ../../nbs/cuda/90_check.ipynb #b6083cd9
 import argparse, json, sys, time
 from contextlib import contextmanager
+from dataclasses import replace
 import numpy as np
 from numba import cuda
 from numba.cuda import types
@@ -34,7 +35,7 @@ from .moe_routing import DOWN_WARPS, experts_down_kernel, experts_up_kernel, rou
 from .graphs import Buffer, CudaError, Graph, Kernel, Stream, checked, driver, replay_seconds
 from .linear import KINDS, PACKERS, Matrix, embed, gemv, gemv_arguments, gemv_kernel, kind_of, pack, plane_bytes, prepare, quantize_rows, quantize_spec, record_bytes, records_spec
 from .rows import JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel, pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product, tiled_records_spec
-from .sampling import BLOCKS, adjust, best_of_all, best_of_parts, draw, draw_records, feed_kernel, greedy, mask_rows, needs, sampling_bytes
+from .sampling import BLOCKS, adjust, best_of_all, best_of_parts, draw, draw_records, feed_kernel, greedy, mask_rows, needs, penalise_kernel, sampling_bytes
 from .ptx import *
 from .ptx import SIMULATED, TWINS, shared_address
 
@@ -617,6 +618,37 @@ def random_specs(rng, count, vocabulary):
         specs.append(SampleSpec(**kinds[i % len(kinds)], seed=int(rng.integers(1 << 62)), choice=i % 2, step=int(rng.integers(1000)), **more))
     return specs
 
+# %% ../../nbs/cuda/90_check.ipynb #0a64dee6
+def in_flight_specs(rng, count, vocabulary):
+    "[(a request whose history ends in −1, the same with the whole history, what its slot drew last)], some without anything in flight"
+    penalties, out = (dict(presence_penalty=1.5), dict(repetition_penalty=1.3), dict(frequency_penalty=.7, presence_penalty=-.2), dict(repetition_penalty=.8, presence_penalty=.3, frequency_penalty=.4)), []
+    for i in range(count):
+        prompt, answer, biased = (rng.integers(0, vocabulary, n).astype(np.int32) for n in (i % 7, 0 if i % 5 == 4 else 300 * (i % 3) + i % 4, 3))
+        places = [part for part in (prompt, answer, biased) if len(part)] + [rng.integers(0, vocabulary, 5)]
+        newest = -2 if i % 11 == 10 else int(rng.choice(places[i // 4 % len(places)]))
+        more = dict(bias_ids=biased, bias_values=np.float32([2, -3, -np.inf])) if i % 2 else {}
+        true, known = SampleSpec(**penalties[i % 4], **more, history_ids=np.r_[prompt, answer, max(newest, 0)].astype(np.int32), prompt_length=len(prompt)), i % 6 == 5
+        out.append((true if known else replace(true, history_ids=np.r_[true.history_ids[:-1], np.int32(-1)]), true, newest))
+    return out
+
+def check_in_flight(rng):
+    "Rows of all kinds in one launch; → how many"
+    rows, vocabulary = (24, 50) if SIMULATED else (192, 248320)
+    told, true, newest = zip(*in_flight_specs(rng, rows, vocabulary))
+    logits, owners = rng.normal(0, 3, (rows, vocabulary)).astype(np.float32), rng.permutation(rows).astype(np.int32)
+    last = np.full(rows, -1, np.int32)
+    last[owners] = newest
+    found, owned, lasting = [], Buffer.of(owners), Buffer.of(last)
+    for specs in (told, true):
+        records, entries = draw_records(specs)
+        given, draws, listed = Buffer.of(logits), Buffer.of(records), Buffer.of(entries)
+        penalise_kernel.launch(rows, 256, given.address, draws.address, listed.address, owned.address, lasting.address, vocabulary)
+        found.append(given.read(np.float32, logits.shape))
+    for row, spec in enumerate(true): np.testing.assert_array_equal(found[1][row], adjust_logits_spec(logits[row], spec), err_msg=f'the whole history of row {row}')
+    np.testing.assert_array_equal(found[0].view(np.uint32), found[1].view(np.uint32), err_msg='a token in flight')
+    assert sum(len(spec.history_ids) and spec.history_ids[-1] < 0 for spec in told) > rows // 2
+    return rows
+
 # %% ../../nbs/cuda/90_check.ipynb #e69d0e56
 def check_sampling(rng):
     "Every setting against `sample_spec`, token by token, with equal logits, banned tokens, and rows that cannot be drawn from; twice, since the second draw finds what the first left"
@@ -635,7 +667,7 @@ def check_sampling(rng):
         buffers['draws'].write(records)
         given, listed = Buffer.of(logits), Buffer.of(entries)
         buffers['masks'].write(mask_rows(specs, vocabulary))
-        if penalised: adjust(given.address, buffers['draws'].address, listed.address, buffers['masks'].address, vocabulary, rows)
+        if penalised: adjust(given.address, buffers['draws'].address, listed.address, buffers['masks'].address, vocabulary, rows, buffers['owners'].address, buffers['last'].address)
         best_of_parts.launch(rows * BLOCKS, 256, given.address, buffers['found'].address, vocabulary)
         draw(given.address, buffers['found'].address, BLOCKS, vocabulary, rows, lambda name: buffers[name].address, buffers['owners'].address, buffers['last'].address, weighed=weighed)
         got = buffers['drawn'].read(np.int32, rows)
@@ -653,7 +685,7 @@ def check_sampling(rng):
     feed_kernel.launch(1, 2, tokens.address, buffers['owners'].address, buffers['last'].address)
     np.testing.assert_array_equal(tokens.read(np.int32, 2), [max(got[0], 0), 7])
     assert differ <= drawn // 50, f'{differ} of {drawn} draws differ'                # where a filter ends at a float's rounding; none is usual
-    return f'{drawn} draws of {vocabulary} tokens, {differ} differ from the spec'
+    return f'{drawn} draws of {vocabulary} tokens, {differ} differ from the spec; {check_in_flight(rng)} penalised rows with a token in flight'
 
 # %% ../../nbs/cuda/90_check.ipynb #17df7d5c
 def check_ends(rng):

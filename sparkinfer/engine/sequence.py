@@ -171,8 +171,8 @@ class Sequence:
 
     @property
     def steady(self):
-        "Whether the draw after one in flight can be planned: it depends on no token before it but through the model"
-        return not (self.looks_back or self.alone or self.params.logprobs is not None) and (self.constraint is None or self.constraint.is_free(self.flying))
+        "Whether the draw after one in flight can be planned: all that it asks of the token before it is what the runner, which has that token, can do"
+        return not (self.alone or self.params.logprobs is not None) and (self.constraint is None or self.constraint.is_free(self.flying))
 
     def take_off(self):
         "A token is being drawn: it is -1 until `accept` gets it"
@@ -207,8 +207,8 @@ NO_MASK = np.empty(0, np.uint32)
 
 @patch
 def spec(self: Sequence):
-    "What the next draw needs; raises what goes wrong with a constraint"
+    "What the next draw needs, a history that ends in -1 if a token is in flight; raises what goes wrong with a constraint"
     p, looks_back = self.params, self.looks_back
     return SampleSpec(p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty, p.seed, self.choice,
-        self.length + self.flying - self.prompt_length, self.bias_ids, self.bias_values, self.tokens[:self.length if looks_back else 0], self.prompt_length if looks_back else 0,
+        self.length + self.flying - self.prompt_length, self.bias_ids, self.bias_values, self.tokens[:self.length + self.flying if looks_back else 0], self.prompt_length if looks_back else 0,
         -1 if p.logprobs is None else p.logprobs, NO_MASK if self.constraint is None else self.constraint.allowed())

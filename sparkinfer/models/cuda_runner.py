@@ -597,7 +597,7 @@ def launch_head(self: CudaRunner, n, everything, drawing=None):
         prepare('norm', c.hidden_size, h, self.at('record'), n, self.final_norm.address, eps=c.norm_eps, stream=self.stream)
         gemv(self.head, self.at('record'), self.at('logits'), tokens=n, stream=self.stream)
     else: self.multiply([(self.head, 0)], n, h, self.at('logits'), c.vocab_size, 'norm', weight=self.final_norm.address)
-    if drawing and drawing[0]: adjust(self.at('logits'), self.at('draws'), self.at('entries'), self.at('masks'), c.vocab_size, n, stream=self.stream)
+    if drawing and drawing[0]: adjust(self.at('logits'), self.at('draws'), self.at('entries'), self.at('masks'), c.vocab_size, n, self.given('owners'), self.last.address, stream=self.stream)
     if drawing is None: return
     largest_kernel.launch(n * PARTS, 128, self.at('logits'), self.at('found'), c.vocab_size, stream=self.stream, dependent=True)
     draw(self.at('logits'), self.at('found'), PARTS, c.vocab_size, n, self.at, self.given('owners'), self.last.address, *drawing[1:], stream=self.stream)
@@ -694,7 +694,7 @@ def launch_experts(self: CudaRunner, layer, n):
 @patch
 def submit(self: CudaRunner, batch, sampling=None):
     """Start a step; see `Runner.submit`. Tokens are drawn on the card unless a spec asks for logprobs or shares its row with another; then, and for logits, the step is waited for here.
-    A token below 0 in the batch: the one that its slot drew last, which need not have been collected"""
+    A token below 0 in the batch, or at the end of a spec's history: the one that its slot drew last, which need not have been collected"""
     fed = bool((batch.tokens < 0).any())
     check_batch(replace(batch, tokens=np.maximum(batch.tokens, 0)) if fed else batch, self.config, self.lengths, self.max_context, tables=self.block_tables, num_pages=self.num_pages)
     self.mirror_tables()
@@ -715,7 +715,7 @@ def submit(self: CudaRunner, batch, sampling=None):
         else: pending.expect(into, *self.results.keep(pending, self, taken))
     if sampling is None: return StepResult(logits=outputs[places])
     if drawing is not None and not pending.parts: pending.expect(np.arange(0), *self.results.keep(pending, self, np.arange(0)))      # only of a prompt: who collects still waits until it is read
-    return sample_rows(outputs[places], sampling, sample) if drawing is None else pending
+    return sample_rows(outputs[places], self.told(sampling, batch.slots[batch.output_rows]), sample) if drawing is None else pending
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #944f9267
 @patch
@@ -729,6 +729,13 @@ def draws_of(self: CudaRunner, sampling, wanted, places):
     if len(entries) > ENTRIES: return None, None, None, None
     adjusted, weighed = needs(specs)
     return (adjusted, True, weighed), records, entries, mask_rows(specs, self.config.vocab_size) if any(len(s.allowed) for s in specs) else None
+
+@patch
+def told(self: CudaRunner, sampling, slots):
+    "The specs for a draw on the host, which has waited for the logits: where a history ends in -1, the token that the card knew"
+    if not any(len(s.history_ids) and s.history_ids[-1] < 0 for s in sampling): return sampling
+    last = np.maximum(self.last.read(np.int32, self.num_slots), 0)
+    return [replace(s, history_ids=np.append(s.history_ids[:-1], last[slot])) if len(s.history_ids) and s.history_ids[-1] < 0 else s for s, slot in zip(sampling, slots)]
 
 @patch
 def show(self: CudaRunner, number, rows):
