@@ -252,20 +252,24 @@ def process_figures(pid='self'):
 
 # %% ../../nbs/measure/04_serving.ipynb #80cf8f51
 OWN = '''
-from sparkinfer.llm import load_engine, open_model
+from sparkinfer.llm import Progress, load_engine, open_model
 from sparkinfer.measure.serving import own_server
-own_server(lambda report: load_engine(open_model({path!r}, False), context={context}, threads={threads}, runner={runner!r}, device={device!r}, slots={requests}, kv_tokens={kv_tokens})[0])
+quiet, notes = Progress('', enabled=False), []
+quiet.note = notes.append
+own_server(lambda report: load_engine(open_model({path!r}, False), context={context}, threads={threads}, runner={runner!r}, progress=quiet, device={device!r},
+                                      slots={requests}, kv_tokens={kv_tokens}, keep_packed={keep_packed})[0], notes)
 '''
 
-def own_server(factory):
-    "The child with our server: says its `url`, then answers `prompts` (a burst without HTTP) or `stats`"
+def own_server(factory, notes=()):
+    "The child with our server: says its `url`, where it computes and what there was to note while it loaded, then answers `prompts` (a burst without HTTP) or `stats`"
     from sparkinfer.serve.app import ServeSettings, background_server
     replies = own_stdout()
     with background_server(factory, ServeSettings(port=0, shutdown_seconds=0)) as state:
         def handle(prompts=None, tokens=1, banned=()):
             if prompts is not None: return engine_round(state.engine, prompts, tokens, banned)
             return {name: value for name, value in state.engine.stats().items() if isinstance(value, (int, float))}
-        answer_lines(replies, handle, url=state.url)
+        place = state.engine.place
+        answer_lines(replies, handle, url=state.url, place=dict(runner=place.runner, device=str(place)), notes=list(dict.fromkeys(notes)))
 
 # %% ../../nbs/measure/04_serving.ipynb #0ef118fc
 LLAMA = 'from sparkinfer.measure.serving import llama_server; llama_server({path!r}, {threads}, {requests}, {context}, {flash})'
@@ -396,12 +400,19 @@ class Bench:
     rounds: int = 3
     client: Child | None = None                       # None: without HTTP
     banned: tuple = ()                                # ids that write no text
+    keep_packed: bool = False                         # see `MemorySettings`
     say: object = lambda text: None
-    found: dict = field(default_factory=lambda: dict(lines=[], rates=[], flash=[], prefixes=[], peer_version=None))
+    found: dict = field(default_factory=lambda: dict(lines=[], rates=[], flash=[], prefixes=[], peer_version=None, notes=[]))
 
     def own(self, load):
         kv_tokens = load.requests * (load.context + 32)      # memory is given out in pages of 16 tokens
-        return Contender('sparkinfer', OWN.format(path=self.path, context=load.context, threads=self.threads, runner=self.runner, device=self.device, requests=load.requests, kv_tokens=kv_tokens), self.client, self.banned)
+        code = OWN.format(path=self.path, context=load.context, threads=self.threads, runner=self.runner, device=self.device, requests=load.requests, kv_tokens=kv_tokens,
+                          keep_packed=self.keep_packed)
+        made = Contender('sparkinfer', code, self.client, self.banned)
+        for note in made.hello['notes']:
+            if note not in self.found['notes']: self.say(note)
+            self.found['notes'].append(note)
+        return made
     def llama(self, load, flash):
         code = LLAMA.format(path=self.path, threads=self.threads, requests=load.requests, context=load.context, flash=flash)
         made = Contender('llama.cpp, fa ' + ('on' if flash else 'off'), code, self.client, self.banned, samplers=['temperature'])
@@ -454,7 +465,7 @@ def measure(self: Bench, loads, compare=False):
         self.say(f'{load.what}: {self.rounds} rounds of {1 + compare} engine{"s" * compare}')
         makers = [lambda: self.own(load), *([lambda: self.llama(load, flash[load.prompt])] if compare else [])]
         contenders, rates = self.run(makers, load, self.rounds)
-        self.found['lines'] += [summary(c, load) for c in contenders]
+        self.found['lines'] += [summary(c, load) | c.hello.get('place', {}) for c in contenders]
         self.found['rates'] += rates
 
 @patch
@@ -469,22 +480,25 @@ def measure_prefix(self: Bench, length, compare=False):
 def record_text(record):
     "All tables of a record of this bench, as it is printed and as it can be printed again from its file"
     lines, versus, threads = record['lines'], record['comparison'], record['threads']
-    parts = [f"{record['file']}, {threads} threads, {'over HTTP' if record['http'] else 'in process'}; times in ms", summary_table(lines)]
+    on_card = lambda run: 'cuda:' in run.get('device', '')
+    parts = [f"{record['file']}, {record['device'] if on_card(record) else f'{threads} threads'}, {'over HTTP' if record['http'] else 'in process'}; times in ms", summary_table(lines)]
     if versus:
         row = lambda v: [v['what'], f"{v['ours_tok_s']:.1f}", f"{v['theirs_tok_s']:.1f}", f"{v['ratio']:.2f}", v['against']]
         parts.append(text_table(['requests', 'ours tok/s', 'theirs tok/s', 'ratio', 'against'], list(map(row, versus))))
     parts += [make(record[name]) for make, name in ((prefix_table, 'prefix'), (targets_table, 'targets')) if record[name]]
     if record['http']: parts.append(f"the client used {100 * max(l['client_cpu'] for l in lines):.1f} % of a core at most")
-    least = min((l['cores'] for l in lines if l['cores']), default=threads)
+    least = min((l['cores'] for l in lines if l['cores'] and not on_card(l)), default=threads)
     if least < 0.75 * threads: parts.append(f'WARNING: a server had {least:.2f} cores where it could use {threads}: other programs were running, and these figures say little')
     return '\n\n'.join(parts) + '\n'
 
 # %% ../../nbs/measure/04_serving.ipynb #bf632f69
-def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads=2, runner='auto', device='auto', http=False, compare=False, prefix=1000, save=False, banned=(), say=lambda text: None, out=None):
+def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads=2, runner='auto', device='auto', http=False, compare=False, prefix=1000, save=False, banned=(),
+                  say=lambda text: None, out=None, keep_packed=False):
     """Measure a server with the model at `path` under every load of `prompts` × `requests`, print tables and, as the last line, JSON; returns the record.
-    http: over HTTP instead of `Engine.submit`; compare: in turns with llama.cpp's server, over HTTP; prefix: length of the prefix that repeats, 0 for none; banned: ids that no answer may hold."""
+    http: over HTTP instead of `Engine.submit`; compare: in turns with llama.cpp's server, over HTTP; prefix: length of the prefix that repeats, 0 for none; banned: ids that no answer may hold;
+    keep_packed: see `MemorySettings`. The record names the runner and the device that computed, each line those of its load, since what is chosen depends on the room that a load needs."""
     http, loads = http or compare, [Load(prompt, tokens, n) for prompt in prompts for n in requests]
-    bench, began = Bench(str(path), vocab_size, threads, runner, device, rounds, None, tuple(banned), say), time.perf_counter()
+    bench, began = Bench(str(path), vocab_size, threads, runner, device, rounds, None, tuple(banned), keep_packed, say), time.perf_counter()
     try:
         if http:
             bench.client = Child('the client', CLIENT)
@@ -495,7 +509,8 @@ def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads
         if bench.client: bench.client.close()
     found = bench.found
     lines, prefixes, versus = found['lines'], found['prefixes'], comparison(found['rates']) if compare else []
-    record = dict(file=os.path.basename(str(path)), threads=threads, runner=runner, device=device, http=http, rounds=rounds, bench_seconds=round(time.perf_counter() - began, 1),
+    ran = {name: ', '.join(dict.fromkeys(l[name] for l in lines if name in l)) for name in ('runner', 'device')}
+    record = dict(file=os.path.basename(str(path)), threads=threads, **ran, http=http, rounds=rounds, bench_seconds=round(time.perf_counter() - began, 1),
                   lines=lines, comparison=versus, prefix=prefixes, targets=targets(lines, versus, prefixes))
     if compare: record |= dict(peer='xllamacpp', peer_version=found['peer_version'], pinned=LLAMA_PIN, flash=found['flash'])
     return report('bench-serving' + ('-http' if http else ''), record_text(record), record, save, out)
