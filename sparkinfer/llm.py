@@ -260,14 +260,16 @@ def fitting_card(weights, context, settings) -> tuple:
 
 # %% ../nbs/10_llm.ipynb #89bc5d81
 def choose_place(weights, runner='auto', device='auto', context=None, settings=MemorySettings(), say=lambda line: None) -> Place:
-    "Where a model is to compute; a GPU is this process's from then on. `say` hears why 'auto' did not take a GPU that is there. SparkinferError where what was asked for cannot be"
+    """Where a model is to compute; a GPU is this process's from then on. `say` hears why 'auto' did not take a GPU that is there,
+    and which settings do nothing where the model computes. SparkinferError where what was asked for cannot be"""
     runner, number = asked_place(runner, device)
     if runner == 'auto':
         card, why = fitting_card(weights, context, settings)
         if why: say(f'computing on the CPU: {why}')
-        if card is None: return Place('cpu')
-        runner, number = 'cuda', card.number
-    if runner != 'cuda': return Place(runner)
+        runner, number = ('cpu', None) if card is None else ('cuda', card.number)
+    if runner != 'cuda':
+        if settings.keep_packed: say('keep_packed keeps weights as a GPU takes them, and this model computes on the CPU: nothing is kept')
+        return Place(runner)
     need_cuda()
     from sparkinfer.cuda.graphs import cards, use_card
     use_card(number)
@@ -380,16 +382,16 @@ class Answer:
         return self.completion
 
 # %% ../nbs/10_llm.ipynb #d1678b0b
-def load_runner(parts, context=None, threads=None, runner='auto', progress=None, settings=None, kv_type=None, device='auto'):
+def load_runner(parts, context=None, threads=None, runner='auto', progress=None, settings=None, kv_type=None, device='auto', keep_packed=False):
     """A loaded `Runner` for opened `parts`: (runner, `Capacity`, threads). runner, device: see `choose_place`. `progress` is a `Progress`, or None for silence.
-    settings None: one slot that owns its pages, for who steps the runner himself, with keys and values kept as `kv_type`; a `MemorySettings`: slots and pages for a `ModelMemory`"""
+    settings None: one slot that owns its pages, for who steps the runner himself, with keys and values kept as `kv_type`, and `keep_packed` as there; a `MemorySettings`: slots and pages for a `ModelMemory`"""
     from sparkinfer.jit import compile_progress
     from sparkinfer.measure.speed import cpu_count, memory_available
     from sparkinfer.memory.paged_kv import pages_for
     from sparkinfer.ops.sampling import SamplingError
     for what, number, most in (('threads', threads, 1024), ('context', context, 1 << 31)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most): raise RequestError(f'{what} must be a whole number from 1 to {most:,}, not {number!r}', what)
-    wanted, progress = settings or MemorySettings(slots=1, kv_type=kv_type), progress or Progress(parts.name, enabled=False)
+    wanted, progress = settings or MemorySettings(slots=1, kv_type=kv_type, keep_packed=keep_packed), progress or Progress(parts.name, enabled=False)
     place = choose_place(parts.weights, runner, device, context, wanted, progress.note)
     kind, threads = runner_kind(place.runner), threads or cpu_count()
     room = choose_capacity(parts.weights, kind, (kind.free or memory_available)(), context, wanted)

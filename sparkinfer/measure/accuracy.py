@@ -258,12 +258,14 @@ def dequantised(weights):
     flat = lambda tensor: np.ascontiguousarray(tensor.dequantize(), np.float32).reshape(-1).view(np.uint8)
     return Weights(weights.config, {name: Tensor(weights[name].name, weights[name].shape, quant_type('F32'), flat(weights[name])) for name in weights}, weights.unused)
 
-def make_runner(kind, weights, max_context):
-    "A loaded runner by name: 'spec' or 'spec64' (NumPy in float32 or float64), 'cpu' (Numba, on the file's blocks), 'cpu32' (Numba with float32 weights and memory), 'cuda' (on this process's GPU)"
+def make_runner(kind, weights, max_context, keep_packed=False):
+    "A loaded runner by name: 'spec' or 'spec64' (NumPy in float32 or float64), 'cpu' (Numba, on the file's blocks), 'cpu32' (Numba with float32 weights and memory), 'cuda' (on this process's GPU; keep_packed: see `MemorySettings`)"
     if kind in ('spec', 'spec64'): return SpecRunner(np.float64 if kind == 'spec64' else np.float32).load(weights, max_context=max_context)
     if kind == 'cuda':
         from sparkinfer.models.cuda_runner import CudaRunner
-        return CudaRunner().load(weights, max_context=max_context)
+        runner = CudaRunner()
+        runner.keep_packed = keep_packed
+        return runner.load(weights, max_context=max_context)
     if kind not in ('cpu', 'cpu32'): raise UnsupportedError(f'no runner is called {kind!r}; there are spec, spec64, cpu, cpu32 and cuda')
     from sparkinfer.measure.speed import memory_available
     from sparkinfer.models.cpu_runner import CpuRunner
@@ -325,21 +327,22 @@ def counted(blocks, total, label):
             yield block
             bar.update(len(block))
 
-def eval_kl(model='smollm2', against='f32', text=None, tokens=512, runner='cpu', peer=None, chunk=128, save=False, max_kl=None, min_top1=None, out=None):
+def eval_kl(model='smollm2', against='f32', text=None, tokens=512, runner='cpu', peer=None, chunk=128, save=False, max_kl=None, min_top1=None, out=None, device=None, keep_packed=False):
     """Teacher-force `text` and compare `runner` on `model` with `against`; print a table, the worst positions and one line of JSON (`save` keeps it under data/results).
-    `peer='llama.cpp'` holds a second engine against the same reference. Returns a list of `EvalResult`, ours first. Bars that are missed (`max_kl`, `min_top1`; see `failures`) are printed and stand in the record under `failed`."""
+    `peer='llama.cpp'` holds a second engine against the same reference. Returns a list of `EvalResult`, ours first. Bars that are missed (`max_kl`, `min_top1`; see `failures`) are printed and stand in the record under `failed`.
+    device: what the record says of where `runner` computes; keep_packed: see `make_runner`."""
     from sparkinfer.measure.speed import report
     path, weights, metadata = open_model(model)
     ids, tokenizer = text_ids(metadata, text, tokens)
     against = str(against)
     if against not in ('f32', 'hf', 'llama.cpp') and not against.endswith('.npy'): check_same_text(model, ids, against, text, tokens)
-    engines = {runner: lambda: logits_of(make_runner(runner, weights, len(ids)), ids, chunk)}
+    engines = {runner: lambda: logits_of(make_runner(runner, weights, len(ids), keep_packed), ids, chunk)}
     if peer == 'llama.cpp': engines[peer] = lambda: llama_cpp_logits(path, ids, chunk)
     elif peer: raise UnsupportedError(f'no peer is called {peer!r}; there is llama.cpp')
     results = [compare_sources(counted(reference_source(against, path, weights, ids, chunk), len(ids), f'{name} against {against}'), source(), ids, name, against) for name, source in engines.items()]
     failed = failures(results[0], max_kl, min_top1)
     lines = [eval_table(results), '', f'worst positions of {runner}:', worst_table(results[0], tokenizer), *(f'FAILED: {f}' for f in failed)]
-    record = dict(file=path.name, runner=runner, results=[r.record() for r in results], failed=failed)
+    record = dict(file=path.name, runner=runner, **(dict(device=device) if device else {}), results=[r.record() for r in results], failed=failed)
     report('eval-kl', '\n'.join(lines), record, save=save, out=out)
     return results
 
@@ -351,7 +354,7 @@ def failures(result, max_kl=None, min_top1=None):
     return missed
 
 # %% ../../nbs/measure/01_accuracy.ipynb #e552a192
-def eval_logits(model, ids, out, runner='cpu', chunk=128):
+def eval_logits(model, ids, out, runner='cpu', chunk=128, keep_packed=False):
     """Write the float32 logits of every position of `ids`, read `chunk` at a time, to the `.npy` file `out`, so that anyone can hold them against any oracle.
     Returns its shape. The file appears when it is whole; one that is there is replaced only if it is an array too."""
     path, weights, metadata = open_model(model)
@@ -367,7 +370,7 @@ def eval_logits(model, ids, out, runner='cpu', chunk=128):
     try:
         with open(part, 'xb') as file:
             np.lib.format.write_array_header_1_0(file, dict(descr='<f4', fortran_order=False, shape=shape))
-            for block in logits_of(make_runner(runner, weights, len(ids)), np.asarray(ids, np.int32), chunk): file.write(np.ascontiguousarray(block, '<f4'))
+            for block in logits_of(make_runner(runner, weights, len(ids), keep_packed), np.asarray(ids, np.int32), chunk): file.write(np.ascontiguousarray(block, '<f4'))
         os.replace(part, out)
     except OSError as error: raise SparkinferError(f'{out} cannot be written ({4 * math.prod(shape) / 1e6:,.0f} MB are needed): {error.strerror or error}') from error
     finally: part.unlink(missing_ok=True)
