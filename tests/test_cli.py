@@ -91,11 +91,12 @@ def test_serve_prints_a_curl_line_that_works_and_ctrl_c_ends_it():
             lines.append(server.stdout.readline())
             assert lines[-1], server.stderr.read()
         line = lines[-1].strip()
-        if shutil.which('curl'): answer = subprocess.run(['bash', '-c', line], capture_output=True, text=True, timeout=60, check=True).stdout
-        else:
+        def ask():
+            if shutil.which('curl'): return subprocess.run(['bash', '-c', line], capture_output=True, text=True, timeout=60, check=True).stdout
             url, body = line.split()[1], re.search(r"-d '(.*)'$", line)[1]
-            answer = urllib.request.urlopen(urllib.request.Request(url, body.encode(), {'Content-Type': 'application/json'}), timeout=60).read()
-        assert json.loads(answer)['choices'][0]['message']['content']
+            return urllib.request.urlopen(urllib.request.Request(url, body.encode(), {'Content-Type': 'application/json'}), timeout=60).read()
+        answers = [json.loads(ask())['choices'][0]['message']['content'] for _ in range(2)]
+        assert answers[0] and answers[0] == answers[1]                       # so that it can be held against another machine's
     finally: server.send_signal(signal.SIGINT)
     _, noise = server.communicate(timeout=30)
     assert server.returncode in (0, 130) and 'Traceback' not in noise and 'temperature' in noise       # the defaults are shown

@@ -549,9 +549,9 @@ def background_server(factory: Callable, # factory(report) -> Engine
 
 # %% ../../nbs/serve/07_app.ipynb #a4797593
 def curl_line(url: str, settings: ServeSettings) -> str:
-    "A command that works when pasted into a shell"
+    "A command that works when pasted into a shell, and whose answer is the same each time"
     key = ' -H "Authorization: Bearer $SPARKINFER_API_KEY"' if settings.api_key else ''      # never the key itself: terminals are logged
-    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '" + '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 80}\''
+    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '" + '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0, "max_tokens": 80}\''
 
 def serve(factory: Callable,            # factory(report) -> Engine, where report(stage, fraction=None) shows progress
           settings=ServeSettings(),
