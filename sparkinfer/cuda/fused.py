@@ -299,7 +299,7 @@ def swiglu_rest(width, blocks=SWIGLU_BLOCKS):
 
 # %% ../../nbs/cuda/02_fused.ipynb #7fc7f035
 @lru_cache(None)
-def fat_swiglu_kernel(name, columns, width, chunk=5, eps=1e-6, blocks=SWIGLU_BLOCKS, block=896):
+def fat_swiglu_kernel(name, columns, width, chunk=3, eps=1e-6, blocks=SWIGLU_BLOCKS, block=896):
     """The record of silu(gate · x) · (up · x), x = RMSNorm(h), of one token; its last `swiglu_rest` numbers not, but their gates, then their ups, as floats. W: `width` rows of gate, then of up.
     Arguments: four planes, h, norm weight, record, rest (2 · swiglu_rest) float32, a range (address, bytes) to ask into the second cache. Launch with `blocks` blocks of `block` threads"""
     kind, row_units, rounds, rest_rows, warps = KINDS[name], columns // 32, width // (32 * blocks), 2 * swiglu_rest(width, blocks), block // 32
@@ -381,7 +381,7 @@ def swiglu_fits(matrix):
 
 def fat_swiglu(matrix, h, weight, record, left, eps=1e-6, ahead=(0, 0), stream=None, dependent=True, **options):
     "See `fat_swiglu_kernel`. → the stage with which `fat_gemv` reads the record, `left` given as its gate"
-    options = dict(chunk=5 if matrix.kind.name in ('Q4_K', 'Q4_1') else 3, blocks=SWIGLU_BLOCKS, block=896) | options        # a row of 5120 at once, in 72 registers
+    options = dict(chunk=3, blocks=SWIGLU_BLOCKS, block=896) | options
     soon = min(int(1e6 * options.pop('soon', 6)) // options['blocks'], 32 * matrix.columns // 2)
     kernel, rest = fat_swiglu_kernel(matrix.kind.name, matrix.columns, matrix.rows // 2, eps=eps, **options), swiglu_rest(matrix.rows // 2, options['blocks'])
     kernel.launch(options['blocks'], options['block'], *matrix.addresses, h, weight, record, left, *ahead, soon // 16 * 16, stream=stream, dependent=dependent)
