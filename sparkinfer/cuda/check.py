@@ -830,7 +830,7 @@ def noise_matrix(type_name, rows, columns, rng):
     return matrix
 
 # %% ../../nbs/cuda/90_check.ipynb #cadc7a09
-TUNE = dict(many=5, splits=0, ahead_attend=0, ahead_into=5, ahead_out=5, ahead_gate=5, ahead_dense=5, swiglu={}, beside=True)      # how a step is launched; `ahead_…`: MB of the next matrix that a kernel asks into the second cache when it has asked for the last of its own; swiglu: options of `fat_swiglu`, None: a kernel of its own; many: from so many rows on, the tensor cores; beside: the shared expert of many rows on a stream of its own
+TUNE = dict(many=5, splits=0, ahead_attend=0, ahead_out=5, ahead_gate=5, ahead_dense=5, swiglu={}, beside=True)      # how a step is launched; `ahead_…`: MB of the next matrix that a kernel asks into the second cache when it has asked for the last of its own; swiglu: options of `fat_swiglu`, None: a kernel of its own; many: from so many rows on, the tensor cores; beside: the shared expert of many rows on a stream of its own
 
 # %% ../../nbs/cuda/90_check.ipynb #29280130
 class Walk:
@@ -896,7 +896,7 @@ class Walk:
         m, H, n = self.m, self.m['hidden'], self.rows
         if self.wanted('ends'): embed(self.embedding, (self.tokens if n == 1 else self.given).address, self.h.address, n, stream=stream, dependent=False)
         for layer in self.layers:
-            self.project('into', layer['into'], layer['norm'], self.ahead('into', None if m['experts'] else layer['out']))
+            self.project('into', layer['into'], layer['norm'])
             (self.attend if layer['kind'] == 'attention' else self.delta)(layer)
             (self.experts if m['experts'] else self.dense)(layer)
         if self.wanted('head') and self.tune.get('head'):
@@ -914,10 +914,10 @@ class Walk:
         size = self.tune['ahead_' + name]
         return (matrix.addresses[0], min(int(1e6 * size), matrix.nbytes) // 256 * 256) if matrix and size else (0, 0)
 
-    def project(self, kind, matrix, norm, ahead=(0, 0)):
+    def project(self, kind, matrix, norm):
         "x = matrix · RMSNorm(h)"
         if self.many and self.wanted(kind): self.many_rows('norm', matrix, self.h.address, self.x.address, weight=norm.address)
-        elif self.wanted(kind): fat_gemv(matrix, self.h.address, self.x.address, tokens=self.rows, weight=norm.address, ahead=ahead, stream=self.stream, **self.tune.get(kind, {}))
+        elif self.wanted(kind): fat_gemv(matrix, self.h.address, self.x.address, tokens=self.rows, weight=norm.address, stream=self.stream, **self.tune.get(kind, {}))
 
     def back(self, layer, stage, **given):
         "h += matrix · stage(…)"
