@@ -2,7 +2,7 @@
 
 On a llama, a dense hybrid and a mixture-of-experts hybrid of tiny size, through the real engine, memory and CPU kernels, at temperature 1 with a seed, so that any other bit in the logits would soon show as another token.
 Lengths of prompts lie around the borders of pages (16) and chunks (64): 1, 2, 15 to 17, 63 to 65, 127 to 129.
-On a machine with a GPU: `SPARKINFER_TEST_DEVICE=cuda pytest tests/test_invariants.py`. There one row and eight go through different kernels, whose sums have another order, so two answers may part where two tokens were as good as each other (`Model.equal`); nowhere else."""
+On a machine with a GPU: `SPARKINFER_TEST_DEVICE=cuda pytest tests/test_invariants.py` (or `cuda:1` …). There one row and eight go through different kernels, whose sums have another order, so two answers may part where two tokens were as good as each other (`Model.equal`); nowhere else."""
 import os, threading
 import numpy as np
 import pytest
@@ -20,7 +20,8 @@ from sparkinfer.ops.sampling import SampleSpec, adjust_logits_spec, gumbel_noise
 from references import dressed
 from support import Late, TinyTokenizer
 
-ON_GPU = os.environ.get('SPARKINFER_TEST_DEVICE') == 'cuda'
+DEVICE = os.environ.get('SPARKINFER_TEST_DEVICE', 'cpu')
+ON_GPU = DEVICE != 'cpu'
 TIE = .05               # nearer than this, in logits, are two tokens as good as each other on a GPU
 
 MODELS = {'llama': 'llama', 'dense hybrid': 'qwen3_5-r2', 'experts hybrid': 'qwen3_5_moe'}
@@ -53,7 +54,9 @@ class Model:
 
     def runner(self, late):
         if not ON_GPU: return (LateRunner if late else CpuRunner)(2)
+        from sparkinfer.cuda.graphs import use_card
         from sparkinfer.models.cuda_runner import CudaRunner
+        use_card(int(DEVICE.partition(':')[2] or 0))
         return CudaRunner('f32' if self.weights.config.head_dim % 64 else 'f16')
 
     def equal(self, prompt, got, want, choice=0, **knobs):
