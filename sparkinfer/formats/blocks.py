@@ -208,24 +208,31 @@ class QuantType:
 
 # %% ../../nbs/formats/00_blocks.ipynb #fa9133e4
 LAYOUTS = {     # name: (id, weights per block, bytes per block)
-    'F32': (0, 1, 4), 'F16': (1, 1, 2), 'Q4_0': (2, 32, 18), 'Q4_1': (3, 32, 20), 'Q5_0': (6, 32, 22), 'Q5_1': (7, 32, 24), 'Q8_0': (8, 32, 34), 'Q8_1': (9, 32, 36),
+    'F32': (0, 1, 4), 'F16': (1, 1, 2), 'Q4_0': (2, 32, 18), 'Q4_1': (3, 32, 20), 'Q5_0': (6, 32, 22), 'Q5_1': (7, 32, 24), 'Q8_0': (8, 32, 34),
+    'Q8_1': (9, 32, 36),
     'Q2_K': (10, 256, 84), 'Q3_K': (11, 256, 110), 'Q4_K': (12, 256, 144), 'Q5_K': (13, 256, 176), 'Q6_K': (14, 256, 210), 'Q8_K': (15, 256, 292),
-    'IQ2_XXS': (16, 256, 66), 'IQ2_XS': (17, 256, 74), 'IQ3_XXS': (18, 256, 98), 'IQ1_S': (19, 256, 50), 'IQ4_NL': (20, 32, 18), 'IQ3_S': (21, 256, 110), 'IQ2_S': (22, 256, 82),
-    'IQ4_XS': (23, 256, 136), 'I8': (24, 1, 1), 'I16': (25, 1, 2), 'I32': (26, 1, 4), 'I64': (27, 1, 8), 'F64': (28, 1, 8), 'IQ1_M': (29, 256, 56), 'BF16': (30, 1, 2),
+    'IQ2_XXS': (16, 256, 66), 'IQ2_XS': (17, 256, 74), 'IQ3_XXS': (18, 256, 98), 'IQ1_S': (19, 256, 50), 'IQ4_NL': (20, 32, 18), 'IQ3_S': (21, 256, 110),
+    'IQ2_S': (22, 256, 82),
+    'IQ4_XS': (23, 256, 136), 'I8': (24, 1, 1), 'I16': (25, 1, 2), 'I32': (26, 1, 4), 'I64': (27, 1, 8), 'F64': (28, 1, 8), 'IQ1_M': (29, 256, 56),
+    'BF16': (30, 1, 2),
     'TQ1_0': (34, 256, 54), 'TQ2_0': (35, 256, 66), 'MXFP4': (39, 32, 17), 'NVFP4': (40, 64, 36), 'Q1_0': (41, 128, 18), 'Q2_0': (42, 64, 18)}
 
 # %% ../../nbs/formats/00_blocks.ipynb #9f261dcb
 CODERS = {      # direction: {type name: function}; later chapters add to it through `register`
-    'decode': {'F32': decode_f32, 'F16': decode_f16, 'BF16': decode_bf16, 'Q4_0': decode_q4_0, 'Q4_1': decode_q4_1, 'Q5_0': decode_q5_0, 'Q5_1': decode_q5_1, 'Q8_0': decode_q8_0,
+    'decode': {'F32': decode_f32, 'F16': decode_f16, 'BF16': decode_bf16, 'Q4_0': decode_q4_0, 'Q4_1': decode_q4_1, 'Q5_0': decode_q5_0, 'Q5_1': decode_q5_1,
+               'Q8_0': decode_q8_0,
                'Q2_K': decode_q2_k, 'Q3_K': decode_q3_k, 'Q4_K': decode_q4_k, 'Q5_K': decode_q5_k, 'Q6_K': decode_q6_k},
-    'encode': {'F32': encode_f32, 'F16': encode_f16, 'BF16': encode_bf16, 'Q8_0': encode_q8_0, 'Q4_0': partial(encode_centred, 4), 'Q5_0': partial(encode_centred, 5),
+    'encode': {'F32': encode_f32, 'F16': encode_f16, 'BF16': encode_bf16, 'Q8_0': encode_q8_0, 'Q4_0': partial(encode_centred, 4),
+               'Q5_0': partial(encode_centred, 5),
                'Q4_1': partial(encode_from_minimum, 4), 'Q5_1': partial(encode_from_minimum, 5)}}
 
 CODEBOOKS, FOUR_BIT_FLOATS, SEARCHED = 'sparkinfer.formats.codebooks', 'sparkinfer.formats.nvfp4_fp8', 'sparkinfer.formats.quantize'
 HOMES = {       # direction: {type name: the module that registers it when it is imported}
-    'decode': dict.fromkeys(('IQ1_S', 'IQ1_M', 'IQ2_XXS', 'IQ2_XS', 'IQ2_S', 'IQ3_XXS', 'IQ3_S', 'IQ4_NL', 'IQ4_XS', 'TQ1_0', 'TQ2_0', 'Q1_0', 'Q2_0'), CODEBOOKS)
+    'decode': dict.fromkeys(('IQ1_S', 'IQ1_M', 'IQ2_XXS', 'IQ2_XS', 'IQ2_S', 'IQ3_XXS', 'IQ3_S', 'IQ4_NL', 'IQ4_XS', 'TQ1_0', 'TQ2_0', 'Q1_0', 'Q2_0'),
+                            CODEBOOKS)
               | dict.fromkeys(('MXFP4', 'NVFP4'), FOUR_BIT_FLOATS),
-    'encode': dict.fromkeys(('TQ1_0', 'TQ2_0', 'Q1_0', 'Q2_0'), CODEBOOKS) | dict.fromkeys(('MXFP4', 'NVFP4'), FOUR_BIT_FLOATS) | dict.fromkeys(('Q2_K', 'Q3_K', 'Q4_K', 'Q5_K', 'Q6_K'), SEARCHED)}
+    'encode': dict.fromkeys(('TQ1_0', 'TQ2_0', 'Q1_0', 'Q2_0'), CODEBOOKS) | dict.fromkeys(('MXFP4', 'NVFP4'), FOUR_BIT_FLOATS)
+    | dict.fromkeys(('Q2_K', 'Q3_K', 'Q4_K', 'Q5_K', 'Q6_K'), SEARCHED)}
 
 def register(name, decode=None, encode=None):
     "Say how blocks of the type `name` are decoded, encoded, or both; the last one to say so wins. UnsupportedError for a name that is not in `LAYOUTS`."
@@ -241,7 +248,8 @@ def coder(direction, name):
 def use_coder(direction, name, array, **options):
     found = coder(direction, name)
     if found is None: raise UnsupportedError(f'tensors of type {name} cannot be {direction}d yet')
-    if not len(array): return np.empty((0, LAYOUTS[name][1]), np.float32) if direction == 'decode' else np.empty((0, LAYOUTS[name][2]), np.uint8)     # NumPy cannot `reshape(0, -1)`
+    # NumPy cannot `reshape(0, -1)`
+    if not len(array): return np.empty((0, LAYOUTS[name][1]), np.float32) if direction == 'decode' else np.empty((0, LAYOUTS[name][2]), np.uint8)
     return found(array, **options)
 
 # %% ../../nbs/formats/00_blocks.ipynb #14f3a19d
@@ -255,15 +263,19 @@ def quant_type(which: int | str | QuantType) -> QuantType:
     found = QUANT_TYPES.get(which.upper()) if isinstance(which, str) else TYPES_BY_ID.get(int(which))
     if found is None:
         old = WITHDRAWN.get(which)
-        raise UnsupportedError(f'tensor type {which} ({old}) was withdrawn from the format: convert the model anew' if old else f'tensor type {which!r} is unknown')
+        raise UnsupportedError(f'tensor type {which} ({old}) was withdrawn from the format: convert the model anew'
+                               if old else f'tensor type {which!r} is unknown')
     return found
 
 # %% ../../nbs/formats/00_blocks.ipynb #3a51ed78
-HALVES = {'F16': (0,), 'Q4_1': (0, 2), 'Q5_1': (0, 2), 'Q2_K': (80, 82), 'Q3_K': (108,), 'Q4_K': (0, 2), 'Q5_K': (0, 2), 'Q6_K': (208,), 'TQ1_0': (52,), 'TQ2_0': (64,),
-          **dict.fromkeys(('Q4_0', 'Q5_0', 'Q8_0', 'IQ2_XXS', 'IQ2_XS', 'IQ2_S', 'IQ3_XXS', 'IQ3_S', 'IQ1_S', 'IQ4_NL', 'IQ4_XS', 'Q1_0', 'Q2_0'), (0,))}     # where the half-precision scales of a block begin
+HALVES = {'F16': (0,), 'Q4_1': (0, 2), 'Q5_1': (0, 2), 'Q2_K': (80, 82), 'Q3_K': (108,), 'Q4_K': (0, 2), 'Q5_K': (0, 2), 'Q6_K': (208,), 'TQ1_0': (52,),
+          'TQ2_0': (64,),
+          # where the half-precision scales of a block begin
+          **dict.fromkeys(('Q4_0', 'Q5_0', 'Q8_0', 'IQ2_XXS', 'IQ2_XS', 'IQ2_S', 'IQ3_XXS', 'IQ3_S', 'IQ1_S', 'IQ4_NL', 'IQ4_XS', 'Q1_0', 'Q2_0'), (0,))}
 
 def random_blocks(name, n, seed=0, spread=.02):
-    "`n` blocks of type `name`: random bits, their scales normal with standard deviation `spread` (MXFP4's and NVFP4's own scales: any moderate size); (n, block_bytes) uint8"
+    """`n` blocks of type `name`: random bits, their scales normal with standard deviation `spread` (MXFP4's and NVFP4's own scales: any moderate
+    size); (n, block_bytes) uint8"""
     rng = np.random.default_rng(seed)
     blocks, scales = rng.integers(0, 256, (n, LAYOUTS[name][2]), np.uint8), rng.normal(0, spread, (n, 2))
     for i, at in enumerate(HALVES.get(name, ())): blocks[:, at:at + 2] = scales[:, i:i + 1].astype('<f2').view(np.uint8)
@@ -288,7 +300,8 @@ def moved_weights(name, samples=24):
     return moved.reshape(quant.block_bytes, 8, -1)
 
 def draw_bits(names, title=''):
-    "A strip for each type: a column for each byte, bit 0 at the bottom. Blue to green: moves one weight, by its place. Yellow to red: moves several, up to all. Grey: moves none."
+    """A strip for each type: a column for each byte, bit 0 at the bottom. Blue to green: moves one weight, by its place. Yellow to red: moves
+    several, up to all. Grey: moves none."""
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(len(names), 1, figsize=(7.2, .45 + .55 * len(names)), squeeze=False)
     for ax, name in zip(axes[:, 0], names):

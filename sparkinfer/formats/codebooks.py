@@ -45,14 +45,16 @@ def grid(name):
     table.flags.writeable = False
     return table
 
-SIGNS = 1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder='little').astype(np.float32)    # row b: the signs that byte b means, bit 0 first
+# row b: the signs that byte b means, bit 0 first
+SIGNS = 1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder='little').astype(np.float32)
 
 # %% ../../nbs/formats/05_codebooks.ipynb #b9129667
 EVEN = np.array([i | (i.bit_count() & 1) << 7 for i in range(128)], np.uint8)         # seven stored bits → eight signs with an even number of minuses
 
 # %% ../../nbs/formats/05_codebooks.ipynb #fbd412ba
 def signed(scales, entries, places, sign_bytes):
-    """scale · entry · sign. scales: (n, runs) float32; entries: the list (count, 8 or 4) float32; places: (n, 256 / 8 or 4) integers; sign_bytes: (n, 32) uint8 → (n, 256) float32.
+    """scale · entry · sign. scales: (n, runs) float32; entries: the list (count, 8 or 4) float32; places: (n, 256 / 8 or 4) integers; sign_bytes: (n,
+    32) uint8 → (n, 256) float32.
     Every product is exact in float32 (11 bits of d, 5 of the scale, 6 of the entry), so their order is a matter of taste."""
     out = entries.take(places, axis=0).reshape(len(places), 32, 8)
     out *= SIGNS.take(sign_bytes, axis=0)
@@ -183,7 +185,8 @@ def encode_q2_0(values):
     return np.hstack([scales, q[:, :, 0] | q[:, :, 1] << 2 | q[:, :, 2] << 4 | q[:, :, 3] << 6])
 
 # %% ../../nbs/formats/05_codebooks.ipynb #12c9023c
-DECODERS = dict(IQ4_NL=decode_iq4_nl, IQ4_XS=decode_iq4_xs, IQ2_XXS=decode_iq2_xxs, IQ2_XS=decode_iq2_xs, IQ2_S=decode_iq2_s, IQ3_XXS=decode_iq3_xxs, IQ3_S=decode_iq3_s, IQ1_S=decode_iq1_s, IQ1_M=decode_iq1_m,
+DECODERS = dict(IQ4_NL=decode_iq4_nl, IQ4_XS=decode_iq4_xs, IQ2_XXS=decode_iq2_xxs, IQ2_XS=decode_iq2_xs, IQ2_S=decode_iq2_s, IQ3_XXS=decode_iq3_xxs,
+                IQ3_S=decode_iq3_s, IQ1_S=decode_iq1_s, IQ1_M=decode_iq1_m,
                 TQ1_0=decode_tq1_0, TQ2_0=decode_tq2_0, Q1_0=decode_q1_0, Q2_0=decode_q2_0)
 ENCODERS = dict(TQ1_0=encode_tq1_0, TQ2_0=encode_tq2_0, Q1_0=encode_q1_0, Q2_0=encode_q2_0)
 for type_name, decoder in DECODERS.items(): register(type_name, decode=decoder, encode=ENCODERS.get(type_name))

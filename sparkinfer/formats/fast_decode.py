@@ -104,7 +104,8 @@ doubled_e2m1, uneven = sixteen_levels(DOUBLED[:16]), sixteen_levels(UNEVEN)
 def eights(first):
     "A word that joins bytes first … first + 7 of one register with the same of another"
     def word(typingctx, low, high):
-        def codegen(context, builder, signature, args): return builder.shuffle_vector(args[0], args[1], ir.Constant(WORDS, [first + i + 8 * (i // 8) for i in range(16)]))
+        def codegen(context, builder, signature, args):
+            return builder.shuffle_vector(args[0], args[1], ir.Constant(WORDS, [first + i + 8 * (i // 8) for i in range(16)]))
         return codes16(codes16, codes16), codegen
     return intrinsic(word)
 
@@ -141,7 +142,8 @@ def fast_f16(blocks, out):
 @jit
 def fast_bf16(blocks, out):
     source, target = blocks.reshape(-1), out.reshape(-1)
-    for i in range(len(target)): target[i] = np.uint32(np.uint32(source[2 * i]) << np.uint32(16) | np.uint32(source[2 * i + 1]) << np.uint32(24)).view(np.float32)
+    for i in range(len(target)):
+        target[i] = np.uint32(np.uint32(source[2 * i]) << np.uint32(16) | np.uint32(source[2 * i + 1]) << np.uint32(24)).view(np.float32)
 
 # %% ../../nbs/formats/06_fast_decode.ipynb #fa2254c5
 @jit
@@ -165,7 +167,8 @@ def fast_q5_0(blocks, out):
 @jit
 def fast_q5_1(blocks, out):
     for b in range(len(blocks)):
-        target, q, d, m, fifth = out.ctypes.data + 128 * b, load16(blocks.ctypes.data + 24 * b + 8), half_at(blocks[b], 0), half_at(blocks[b], 2), word_at(blocks[b], 4)
+        target, q, d, m, fifth = out.ctypes.data + 128 * b, load16(blocks.ctypes.data + 24 * b
+                                                                   + 8), half_at(blocks[b], 0), half_at(blocks[b], 2), word_at(blocks[b], 4)
         for high in range(2): put(target + 64 * high, join(field(q, 4 * high, 15), flags(fifth >> np.uint32(16 * high)), 4), 0, d, m)
 
 @jit
@@ -348,7 +351,9 @@ def fast_iq3_xxs(blocks, out, entries):
         for run in range(8):
             word, at = word_at(block, 66 + 4 * run), 2 + 8 * run
             scale = d * (np.float32(word >> np.uint32(28)) + np.float32(.5)) * np.float32(.5)
-            for k in range(4): two_quartets(out[b], 32 * run + 8 * k, entries, block[at + 2 * k], block[at + 2 * k + 1], EVEN[word >> np.uint32(7 * k) & np.uint32(127)], scale)
+            for k in range(4):
+                two_quartets(out[b], 32 * run + 8 * k, entries, block[at + 2 * k], block[at + 2 * k + 1],
+                             EVEN[word >> np.uint32(7 * k) & np.uint32(127)], scale)
 
 @jit
 def fast_iq3_s(blocks, out, entries):
@@ -389,7 +394,8 @@ def fast_iq1_m(blocks, out, entries):
             shifted_octet(out[b], 8 * k, entries, np.uint32(block[k]) | (high & np.uint32(7)) << np.uint32(8), high & np.uint32(8), scale)
 
 # %% ../../nbs/formats/06_fast_decode.ipynb #8b4b3076
-KERNELS = dict(F16=fast_f16, BF16=fast_bf16, Q4_0=fast_q4_0, Q4_1=fast_q4_1, Q5_0=fast_q5_0, Q5_1=fast_q5_1, Q8_0=fast_q8_0, Q2_K=fast_q2_k, Q3_K=fast_q3_k, Q4_K=fast_q4_k, Q5_K=fast_q5_k, Q6_K=fast_q6_k,
+KERNELS = dict(F16=fast_f16, BF16=fast_bf16, Q4_0=fast_q4_0, Q4_1=fast_q4_1, Q5_0=fast_q5_0, Q5_1=fast_q5_1, Q8_0=fast_q8_0, Q2_K=fast_q2_k, Q3_K=fast_q3_k,
+               Q4_K=fast_q4_k, Q5_K=fast_q5_k, Q6_K=fast_q6_k,
                MXFP4=fast_mxfp4, NVFP4=fast_nvfp4, IQ4_NL=fast_iq4_nl, IQ4_XS=fast_iq4_xs, TQ1_0=fast_tq1_0, TQ2_0=fast_tq2_0, Q1_0=fast_q1_0, Q2_0=fast_q2_0,
                IQ2_XXS=fast_iq2_xxs, IQ2_XS=fast_iq2_xs, IQ2_S=fast_iq2_s, IQ3_XXS=fast_iq3_xxs, IQ3_S=fast_iq3_s, IQ1_S=fast_iq1_s, IQ1_M=fast_iq1_m)
 LISTS = {name: 'IQ1_S' if name == 'IQ1_M' else name for name in KERNELS if name.startswith(('IQ1', 'IQ2', 'IQ3'))}       # type: whose list it uses
@@ -399,7 +405,8 @@ def whole_blocks(quant, data, out):
     blocks = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     if len(blocks) % quant.block_bytes: raise FormatError(f'{len(blocks)} bytes are not a whole number of {quant.name} blocks of {quant.block_bytes} bytes')
     blocks, size = blocks.reshape(-1, quant.block_bytes), len(blocks) // quant.block_bytes * quant.block_size
-    if out.dtype != np.float32 or not out.flags.c_contiguous or not out.flags.writeable: raise ValueError(f'the result must be a contiguous, writable float32 array, not {out.dtype} of shape {out.shape}')
+    if out.dtype != np.float32 or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f'the result must be a contiguous, writable float32 array, not {out.dtype} of shape {out.shape}')
     if out.size != size: raise ValueError(f'{len(blocks)} blocks of {quant.name} are {size} weights, the result has room for {out.size}')
     blocks.flags.writeable = False          # always: a kernel would else be compiled twice, for memory maps and for arrays
     return blocks, out.reshape(-1, quant.block_size)
@@ -413,8 +420,10 @@ def spec_into(type_name, data, out):
     return out
 
 def decode_into(type_name, data, out):
-    """Decode whole blocks. type_name: a name of `QUANT_TYPES`, or a `QuantType`; data: their bytes (contiguous uint8 of any shape); out: contiguous float32 with room for exactly their weights → out.
-    Holds no lock while it decodes, so threads may each decode a part. UnsupportedError for a type without decoder, FormatError and ValueError for sizes that do not fit."""
+    """Decode whole blocks. type_name: a name of `QUANT_TYPES`, or a `QuantType`; data: their bytes (contiguous uint8 of any shape); out: contiguous
+    float32 with room for exactly their weights → out.
+    Holds no lock while it decodes, so threads may each decode a part. UnsupportedError for a type without decoder, FormatError and ValueError for
+    sizes that do not fit."""
     quant = quant_type(type_name)
     kernel = KERNELS.get(quant.name) if QUANT_TYPES.get(quant.name) is quant else None         # a folder's types have layouts of their own
     if kernel is None: return spec_into(quant, data, out)

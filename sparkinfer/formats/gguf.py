@@ -40,7 +40,8 @@ class Tensor:
 
     def dequantize(self, rows=None, spec=False):
         """The values as float32, of `shape`. `rows` (an integer, a slice or an array of integers) picks along the first axis, and only these bytes are read.
-        Large tensors are decoded by the kernels of `formats.fast_decode`, bit for bit what the spec gives; `spec` keeps to the spec. UnsupportedError when the block type has no decoder."""
+        Large tensors are decoded by the kernels of `formats.fast_decode`, bit for bit what the spec gives; `spec` keeps to the spec. UnsupportedError
+        when the block type has no decoder."""
         shape, blocks = self.shape, self.data.reshape(-1, self.type.block_bytes)
         if rows is not None:
             picked = blocks.reshape(shape[0], -1, self.type.block_bytes)[rows]
@@ -106,7 +107,8 @@ def printable(name): return name if name.isprintable() and len(name) <= 80 else 
 NUMBER_SIZES = {code: struct.calcsize('<' + code) for code in 'BbHhIifQqd?'}
 
 # %% ../../nbs/formats/01_gguf.ipynb #9e208836
-NUMBER_CODES = {'uint8': 'B', 'int8': 'b', 'uint16': 'H', 'int16': 'h', 'uint32': 'I', 'int32': 'i', 'float32': 'f', 'bool': 'B', 'uint64': 'Q', 'int64': 'q', 'float64': 'd'}
+NUMBER_CODES = {'uint8': 'B', 'int8': 'b', 'uint16': 'H', 'int16': 'h', 'uint32': 'I', 'int32': 'i', 'float32': 'f', 'bool': 'B', 'uint64': 'Q', 'int64': 'q',
+                'float64': 'd'}
 KINDS = ('uint8', 'int8', 'uint16', 'int16', 'uint32', 'int32', 'float32', 'bool', 'string', 'array', 'uint64', 'int64', 'float64')
 DEEPEST_ARRAY = 4          # an array of arrays of arrays of arrays; no known file goes beyond one
 
@@ -170,7 +172,8 @@ def short_strings(cursor, count):
     return strings
 
 # %% ../../nbs/formats/01_gguf.ipynb #b9bda499
-MISTAKES = ((b'version https://git-lfs', 'is a Git LFS pointer, not the model itself: fetch it with git lfs pull'), (b'PK\3\4', 'is a zip archive (perhaps a PyTorch checkpoint): convert it to GGUF'),
+MISTAKES = ((b'version https://git-lfs', 'is a Git LFS pointer, not the model itself: fetch it with git lfs pull'),
+            (b'PK\3\4', 'is a zip archive (perhaps a PyTorch checkpoint): convert it to GGUF'),
             (b'FUGG', 'is a big-endian GGUF file, and only little-endian ones are read: convert the model anew'),
             *((old, 'is a GGML file from before GGUF (2023): convert the model anew') for old in (b'lmgg', b'fmgg', b'tjgg', b'algg')))
 
@@ -247,8 +250,11 @@ def tensor_type(cursor, name, shape, kind):
     if 0 in shape: cursor.fail(f'tensor {quoted(name)} has a zero in its shape {shape_text(shape)}')
     if math.prod(shape) >= 2**63: cursor.fail(f'tensor {quoted(name)} has the shape {shape_text(shape)}: {math.prod(shape)} values do not fit in 63 bits')
     quant = TYPES_BY_ID.get(kind)
-    if quant is None: cursor.fail(f'tensor {quoted(name)} has type {kind}, ' + (f'{WITHDRAWN[kind]}, which was withdrawn from the format: convert the model anew' if kind in WITHDRAWN else 'which is unknown'))
-    if shape[-1] % quant.block_size: cursor.fail(f'tensor {quoted(name)} has rows of {shape[-1]} values, not a multiple of the {quant.block_size} in a {quant.name} block')
+    if quant is None:
+        cursor.fail(f'tensor {quoted(name)} has type {kind}, '
+                    + (f'{WITHDRAWN[kind]}, which was withdrawn from the format: convert the model anew' if kind in WITHDRAWN else 'which is unknown'))
+    if shape[-1] % quant.block_size:
+        cursor.fail(f'tensor {quoted(name)} has rows of {shape[-1]} values, not a multiple of the {quant.block_size} in a {quant.name} block')
     return quant
 
 # %% ../../nbs/formats/01_gguf.ipynb #363d2b15
@@ -276,7 +282,8 @@ def read_header(buffer, path):
 
 # %% ../../nbs/formats/01_gguf.ipynb #3f54506a
 class Checkpoint:
-    """An open model file. `metadata`: key → value; `kinds`: key → type as stored; `tensors`: name → `Tensor`; `path`: the file it was opened by; `paths`: all its parts.
+    """An open model file. `metadata`: key → value; `kinds`: key → type as stored; `tensors`: name → `Tensor`; `path`: the file it was opened by;
+    `paths`: all its parts.
     Use it as a context manager, or `close()` it; both leave arrays alive that somebody still holds."""
     def __init__(self, path, metadata, tensors, kinds=None, parts=(), places=None, version=3, alignment=32):
         self.path, self.metadata, self.tensors, self.kinds = Path(path), metadata, tensors, kinds or {}
@@ -323,7 +330,8 @@ def totals_by_type(checkpoint):
 def __repr__(self: Checkpoint):
     size = sum(t.size for t in self.tensors.values())
     return (f'Checkpoint({self.path.name}: {printable(str(self.metadata.get("general.architecture", "no architecture")))}, {len(self.tensors)} tensors, {size_text(self.nbytes)}'
-            + (f', {8 * self.nbytes / size:.2f} bits per weight' if size else '') + (f', {len(self.paths)} parts' if len(self.paths) > 1 else '') + (', closed' if self.closed else '') + ')')
+            + (f', {8 * self.nbytes / size:.2f} bits per weight' if size else '') + (f', {len(self.paths)} parts' if len(self.paths) > 1 else '')
+            + (', closed' if self.closed else '') + ')')
 
 @patch
 def _repr_markdown_(self: Checkpoint):
@@ -364,14 +372,16 @@ def open_gguf(path) -> Checkpoint:
             if name in tensors: raise FormatError(f'{paths[i]}: tensor {quoted(name)} occurs in another part too')
             tensors[name], places[name] = Tensor(name, shape, quant, whole[start:start + quant.nbytes(math.prod(shape))]), (i, start)
     keep = [key for key in first.metadata if len(parts) == 1 or not key.startswith('split.')]
-    return Checkpoint(path, {k: first.metadata[k] for k in keep}, tensors, {k: first.kinds[k] for k in keep}, [(p, m) for p, (m, _) in zip(paths, parts)], places, first.version, first.alignment)
+    return Checkpoint(path, {k: first.metadata[k] for k in keep}, tensors, {k: first.kinds[k] for k in keep}, [(p, m) for p, (m, _) in zip(paths, parts)],
+                      places, first.version, first.alignment)
 
 # %% ../../nbs/formats/01_gguf.ipynb #f7eacca4
 PART_NAME = re.compile(r'(.*-)(\d{5})(-of-)(\d{5})(\.gguf)', re.DOTALL)
 
 def whole_number(path, header, key, default=None):
     value = header.metadata.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, type(default))): raise FormatError(f'{path}: key {key!r} is of type {header.kinds[key]}, not an integer')
+    if isinstance(value, bool) or not isinstance(value, (int, type(default))):
+        raise FormatError(f'{path}: key {key!r} is of type {header.kinds[key]}, not an integer')
     return value
 
 def split_paths(path, header):
@@ -392,7 +402,8 @@ def check_parts(paths, headers):
     if len(paths) == 1: return
     for i, (path, header) in enumerate(zip(paths, headers)):
         found = whole_number(path, header, 'split.no', None), whole_number(path, header, 'split.count', None)
-        if found != (i, len(paths)): raise FormatError(f"{path}: should be part {i} of {len(paths)} (counted from 0), but keys 'split.no' and 'split.count' say {found[0]} of {found[1]}")
+        if found != (i, len(paths)):
+            raise FormatError(f"{path}: should be part {i} of {len(paths)} (counted from 0), but keys 'split.no' and 'split.count' say {found[0]} of {found[1]}")
     promised, found = whole_number(paths[0], headers[0], 'split.tensors.count', None), sum(len(h.places) for h in headers)
     if promised not in (None, found): raise FormatError(f"{paths[0]}: key 'split.tensors.count' promises {promised} tensors, the parts hold {found}")
 
@@ -405,7 +416,9 @@ def kind_of(key, value):
         if value.name in KINDS: return value.name
         raise FormatError(f'key {key!r}: GGUF has no kind for {value.name}')
     if isinstance(value, bool): return 'bool'
-    if isinstance(value, int): return next((kind for kind, low, high in (('uint32', 0, 2**32), ('int32', -2**31, 0), ('uint64', 0, 2**64), ('int64', -2**63, 0)) if low <= value < high), 'int64')
+    if isinstance(value, int):
+        return next((kind for kind, low, high in (('uint32', 0, 2**32), ('int32', -2**31, 0), ('uint64', 0, 2**64), ('int64', -2**63, 0))
+                     if low <= value < high), 'int64')
     if isinstance(value, float): return 'float32'
     if isinstance(value, (list, tuple, np.ndarray)): return 'array'
     raise FormatError(f'key {key!r}: GGUF has no kind for {type(value).__name__}')
@@ -441,17 +454,22 @@ def pack_value(key, kind, value):
 ARRAY_TYPES = {np.dtype(d): QUANT_TYPES[t] for d, t in (('f4', 'F32'), ('f2', 'F16'), ('f8', 'F64'), ('i1', 'I8'), ('i2', 'I16'), ('i4', 'I32'), ('i8', 'I64'))}
 
 def as_tensor(name, value):
-    "An array, a `Tensor`, or (type, shape, bytes or uint8 array or function) → `Tensor`, checked to be what a reader will accept; for a function, `data` is that function"
+    """An array, a `Tensor`, or (type, shape, bytes or uint8 array or function) → `Tensor`, checked to be what a reader will accept; for a function,
+    `data` is that function"""
     if isinstance(value, np.ndarray):
-        if value.dtype.newbyteorder('=') not in ARRAY_TYPES: raise FormatError(f'tensor {name!r}: no block type for dtype {value.dtype}; cast it, or encode it with a QuantType')
-        quant, shape, data = ARRAY_TYPES[value.dtype.newbyteorder('=')], value.shape, np.ascontiguousarray(value, value.dtype.newbyteorder('<')).reshape(-1).view(np.uint8)
+        if value.dtype.newbyteorder('=') not in ARRAY_TYPES:
+            raise FormatError(f'tensor {name!r}: no block type for dtype {value.dtype}; cast it, or encode it with a QuantType')
+        quant, shape, data = (ARRAY_TYPES[value.dtype.newbyteorder('=')], value.shape,
+                              np.ascontiguousarray(value, value.dtype.newbyteorder('<')).reshape(-1).view(np.uint8))
     else: quant, shape, data = (value.type, value.shape, value.data) if isinstance(value, Tensor) else value
     shape, quant = tuple(int(n) for n in shape), quant_type(quant)
     if not callable(data): data = np.ascontiguousarray(data).reshape(-1).view(np.uint8) if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
     if not name or not 1 <= len(shape) <= 4: raise FormatError(f'tensor {name!r}: a tensor needs a name and 1 to 4 axes, not {len(shape)}')
     if min(shape) < 1: raise FormatError(f'tensor {name!r} has a zero in its shape {shape_text(shape)}')
-    if shape[-1] % quant.block_size: raise FormatError(f'tensor {name!r} has rows of {shape[-1]} values, not a multiple of the {quant.block_size} in a {quant.name} block')
-    if not callable(data) and quant.nbytes(math.prod(shape)) != len(data): raise FormatError(f'tensor {name!r}: {shape_text(shape)} of {quant.name} takes {quant.nbytes(math.prod(shape))} bytes, not {len(data)}')
+    if shape[-1] % quant.block_size:
+        raise FormatError(f'tensor {name!r} has rows of {shape[-1]} values, not a multiple of the {quant.block_size} in a {quant.name} block')
+    if not callable(data) and quant.nbytes(math.prod(shape)) != len(data):
+        raise FormatError(f'tensor {name!r}: {shape_text(shape)} of {quant.name} takes {quant.nbytes(math.prod(shape))} bytes, not {len(data)}')
     return Tensor(name, shape, quant, data)
 
 # %% ../../nbs/formats/01_gguf.ipynb #39840874
@@ -474,12 +492,15 @@ def write_data(file, tensor, alignment):
         written += len(piece)
         if written > count: break
         file.write(piece)
-    if written != count: raise FormatError(f'tensor {tensor.name!r}: {shape_text(tensor.shape)} of {tensor.type.name} takes {count} bytes, and {"more" if written > count else written} came')
+    if written != count:
+        raise FormatError(f'tensor {tensor.name!r}: {shape_text(tensor.shape)} of {tensor.type.name} takes {count} bytes, and {"more" if written > count else written} came')
     file.write(bytes(-count % alignment))
 
 def write_gguf(path, metadata, tensors, *, kinds=None, overwrite=False, version=3):
-    """Write a GGUF file. `metadata`: key → bool, int, float, str, NumPy scalar, array or list; `kinds` (key → 'uint64', 'array of uint8' …) chooses how a value is stored, as `Checkpoint.kinds` records it.
-    `tensors`: name → NumPy array, `Tensor`, or (QuantType or its name, shape, bytes), where bytes may be a function that gives them in pieces. Raises FormatError for what cannot be stored, FileExistsError unless `overwrite`."""
+    """Write a GGUF file. `metadata`: key → bool, int, float, str, NumPy scalar, array or list; `kinds` (key → 'uint64', 'array of uint8' …) chooses
+    how a value is stored, as `Checkpoint.kinds` records it.
+    `tensors`: name → NumPy array, `Tensor`, or (QuantType or its name, shape, bytes), where bytes may be a function that gives them in pieces. Raises
+    FormatError for what cannot be stored, FileExistsError unless `overwrite`."""
     path, alignment = Path(path), int(metadata.get('general.alignment', 32))
     if path.exists() and not overwrite: raise FileExistsError(f'{path} exists already; choose another name, or pass overwrite=True')
     if alignment < 1 or alignment & (alignment - 1): raise FormatError(f"key 'general.alignment' is {alignment}, not a power of two")
@@ -523,10 +544,13 @@ def describe(checkpoint) -> str:
     if len(checkpoint.paths) > 1: lines += [f'  part {i}: {p.name}' for i, p in enumerate(checkpoint.paths, 1)]
     keys = [(printable(key), checkpoint.kinds.get(key, ''), value_text(value)) for key, value in checkpoint.metadata.items()]
     lines += ['', 'metadata'] + columns(keys, '<<<')
-    lines += ['', 'tensors'] + columns([(printable(t.name), shape_text(t.shape), t.type.name, size_text(t.nbytes)) for t in checkpoint.tensors.values()], '<><>')
+    lines += ['', 'tensors'] + columns([(printable(t.name), shape_text(t.shape), t.type.name, size_text(t.nbytes)) for t in checkpoint.tensors.values()],
+                                       '<><>')
     size, totals = sum(t.size for t in checkpoint.tensors.values()), totals_by_type(checkpoint)
     rows = [(name, f'{count} tensors', f'{n:,} weights', size_text(nbytes), f'{8 * nbytes / n:.2f} bits per weight') for name, count, n, nbytes in totals]
-    if size: rows.append(('all', f'{len(checkpoint.tensors)} tensors', f'{size:,} weights', size_text(checkpoint.nbytes), f'{8 * checkpoint.nbytes / size:.2f} bits per weight'))
+    if size:
+        rows.append(('all', f'{len(checkpoint.tensors)} tensors', f'{size:,} weights', size_text(checkpoint.nbytes),
+                     f'{8 * checkpoint.nbytes / size:.2f} bits per weight'))
     return '\n'.join(lines + ['', 'totals'] + columns(rows, '<>>>>'))
 
 def columns(rows, sides):

@@ -159,10 +159,13 @@ def nvfp4_codes(blocks, factor, divide, peaks):
     return best[:2]
 
 def encode_nvfp4(values, factor=None, divide=False, peaks=(6,)):
-    """Quantise to NVFP4. values: (…, n) float32, n a multiple of 16; factor: the tensor's (None: from its largest weight; weights that one matrix multiplication reads together should share one);
-    divide: the factor is compressed-tensors' reciprocal → packed (…, n / 2) uint8, scales (…, n / 16) uint8 (E4M3), factor float32. FormatError for what is not finite or not a multiple of 16."""
+    """Quantise to NVFP4. values: (…, n) float32, n a multiple of 16; factor: the tensor's (None: from its largest weight; weights that one matrix
+    multiplication reads together should share one);
+    divide: the factor is compressed-tensors' reciprocal → packed (…, n / 2) uint8, scales (…, n / 16) uint8 (E4M3), factor float32. FormatError for
+    what is not finite or not a multiple of 16."""
     values = np.ascontiguousarray(values, np.float32)
-    if not values.ndim or values.shape[-1] % 16: raise FormatError(f'rows of {values.shape[-1] if values.ndim else 1} weights are not a multiple of the 16 in an NVFP4 block')
+    if not values.ndim or values.shape[-1] % 16:
+        raise FormatError(f'rows of {values.shape[-1] if values.ndim else 1} weights are not a multiple of the 16 in an NVFP4 block')
     largest = largest_size(values)
     factor = nvfp4_factor(largest, divide) if factor is None else np.float32(factor)
     blocks = values.reshape(-1, 16)
@@ -196,9 +199,11 @@ def mxfp4_codes(blocks, better):
     return np.where(wins, higher, scales), np.where(wins[:, None], other, codes)
 
 def encode_mxfp4(values, better=False):
-    "Quantise to MXFP4. values: (…, n) float32, n a multiple of 32 → packed (…, n / 2) uint8, scales (…, n / 32) uint8 (E8M0). FormatError for what is not finite or not a multiple of 32."
+    """Quantise to MXFP4. values: (…, n) float32, n a multiple of 32 → packed (…, n / 2) uint8, scales (…, n / 32) uint8 (E8M0). FormatError for what
+    is not finite or not a multiple of 32."""
     values = np.ascontiguousarray(values, np.float32)
-    if not values.ndim or values.shape[-1] % 32: raise FormatError(f'rows of {values.shape[-1] if values.ndim else 1} weights are not a multiple of the 32 in an MXFP4 block')
+    if not values.ndim or values.shape[-1] % 32:
+        raise FormatError(f'rows of {values.shape[-1] if values.ndim else 1} weights are not a multiple of the 32 in an MXFP4 block')
     largest_size(values)
     blocks = values.reshape(-1, 32)
     scales, packed = np.empty(len(blocks), np.uint8), np.empty((len(blocks), 16), np.uint8)
@@ -221,7 +226,8 @@ def halves_to_pairs(packed):
     return np.concatenate([even & 15 | odd << 4, even >> 4 | odd & 0xf0], axis=-1)
 
 def nvfp4_to_blocks(packed, scales):
-    "Arrays of a safetensors file → GGUF blocks (n, 36). FormatError when a row is not whole blocks of 64, or a scale is one that the two formats read differently (negative, NaN)."
+    """Arrays of a safetensors file → GGUF blocks (n, 36). FormatError when a row is not whole blocks of 64, or a scale is one that the two formats
+    read differently (negative, NaN)."""
     if packed.shape[-1] % 32: raise FormatError(f'rows of {2 * packed.shape[-1]} weights are not a multiple of the 64 in a GGUF block of NVFP4')
     if (scales >= 0x7f).any(): raise FormatError('a block scale is negative or not a number')
     return np.hstack([scales.reshape(-1, 4), pairs_to_halves(packed.reshape(-1, 4, 8)).reshape(-1, 32)])
@@ -260,7 +266,8 @@ register('NVFP4', decode=decode_nvfp4_blocks, encode=encode_nvfp4_blocks)
 
 # %% ../../nbs/formats/03_nvfp4_fp8.ipynb #318bec01
 def fp8_grid(shape, scale, block=(128, 128)):
-    """The scale of FP8 weights as a grid. shape: of the weights, (…, out, in); scale: float array; block: rows and columns that a scale serves when it is one for each block
+    """The scale of FP8 weights as a grid. shape: of the weights, (…, out, in); scale: float array; block: rows and columns that a scale serves when
+    it is one for each block
     → grid (…, r, c) float32, (rows, columns) of a block. FormatError when the shapes do not fit."""
     scale, shape = np.asarray(scale, np.float32), tuple(shape)
     lead, (rows, columns) = shape[:-2], shape[-2:]
@@ -287,7 +294,8 @@ def decode_fp8(codes, scale, block=(128, 128), table=E4M3):
 
 # %% ../../nbs/formats/03_nvfp4_fp8.ipynb #d0cf3bef
 def encode_fp8(values, scheme='tensor', largest=None):
-    """Quantise to FP8 (E4M3), the largest weight that shares a scale mapped to 448. values: (…, out, in) float32; scheme: 'tensor', 'channel' or the (rows, columns) of a block; largest: for 'tensor', that weight's size when `values` are only some of the rows
+    """Quantise to FP8 (E4M3), the largest weight that shares a scale mapped to 448. values: (…, out, in) float32; scheme: 'tensor', 'channel' or the
+    (rows, columns) of a block; largest: for 'tensor', that weight's size when `values` are only some of the rows
     → codes uint8 of the same shape; scale float32: (), (…, out, 1) or (…, ⌈out / rows⌉, ⌈in / columns⌉). FormatError for what is not finite."""
     values = np.ascontiguousarray(values, np.float32)
     own = largest_size(values)

@@ -133,7 +133,8 @@ def block_error(x, at, run, numbers, lows, d, dmin, bottom, top):
 
 @jit(**SUMS)
 def improve(x, at, run, d, dmin, numbers, lows, spare, bottom, top, lowest, highest):
-    "Steps 1 and 2 in turns, from the state in `numbers`, `lows`, d, dmin; the best state goes back into `numbers` and `lows`. Returns its d and dmin. `spare`: (2, runs) to work in"
+    """Steps 1 and 2 in turns, from the state in `numbers`, `lows`, d, dmin; the best state goes back into `numbers` and `lows`. Returns its d and
+    dmin. `spare`: (2, runs) to work in"""
     best, best_d, best_dmin = block_error(x, at, run, numbers, lows, d, dmin, bottom, top), d, dmin
     spare[0], spare[1] = numbers, lows
     for _ in range(ROUNDS):
@@ -207,7 +208,8 @@ def write_codes(x, at, run, scale, minimum, bottom, top, codes):
 
 @jit(**SUMS)
 def fit_blocks(x, run, bottom, top, lowest, highest, method, codes, numbers, lows, d):
-    "All super-blocks of x (blocks · 256,) float32 → codes (blocks, 256) uint8, numbers and lows (blocks, runs) float32, d (blocks, 2) float32 with dmin in its second column"
+    """All super-blocks of x (blocks · 256,) float32 → codes (blocks, 256) uint8, numbers and lows (blocks, runs) float32, d (blocks, 2) float32 with
+    dmin in its second column"""
     spare = np.empty((2, numbers.shape[1]), np.float32)
     for b in range(len(codes)):
         d[b, 0], d[b, 1] = fit_block(x, 256 * b, run, bottom, top, lowest, highest, method, numbers[b], lows[b], spare)
@@ -224,14 +226,16 @@ class KLayout:
     lowest: int
     highest: int
 
-K_LAYOUTS = {'Q2_K': KLayout(16, 0, 3, 0, 15), 'Q3_K': KLayout(16, -4, 3, -32, 31), 'Q4_K': KLayout(32, 0, 15, 0, 63), 'Q5_K': KLayout(32, 0, 31, 0, 63), 'Q6_K': KLayout(16, -32, 31, -128, 127)}
+K_LAYOUTS = {'Q2_K': KLayout(16, 0, 3, 0, 15), 'Q3_K': KLayout(16, -4, 3, -32, 31), 'Q4_K': KLayout(32, 0, 15, 0, 63), 'Q5_K': KLayout(32, 0, 31, 0, 63),
+             'Q6_K': KLayout(16, -32, 31, -128, 127)}
 
 def divided(a, b): return np.divide(a, b, out=np.zeros(np.broadcast_shapes(a.shape, b.shape), np.float32), where=b != 0)
 
 def nearest_blocks(x, layout):
     "Codes (counted from `bottom`), numbers, lows, d of super-blocks x: (blocks, 256) float32, with the extremes of each run on the outer codes"
     runs = x.reshape(len(x), -1, layout.run)
-    if layout.bottom: low, scale = np.zeros(runs.shape[:2], np.float32), np.take_along_axis(runs, np.abs(runs).argmax(2)[:, :, None], 2)[:, :, 0] / layout.bottom
+    if layout.bottom:
+        low, scale = np.zeros(runs.shape[:2], np.float32), np.take_along_axis(runs, np.abs(runs).argmax(2)[:, :, None], 2)[:, :, 0] / layout.bottom
     else: low, scale = np.minimum(runs.min(2), 0), (runs.max(2) - np.minimum(runs.min(2), 0)) / np.float32(layout.top)
     extreme = np.take_along_axis(scale, np.abs(scale).argmax(1)[:, None], 1)
     d = np.hstack([extreme / (layout.lowest or layout.highest), -low.min(1, keepdims=True) / layout.highest]).astype(np.float16).astype(np.float32)
@@ -243,7 +247,8 @@ def searched_blocks(x, layout, method):
     "The same four arrays from the kernel"
     codes, numbers = np.empty((len(x), 256), np.uint8), np.empty((len(x), 256 // layout.run), np.float32)
     lows, d = np.empty_like(numbers), np.empty((len(x), 2), np.float32)
-    fit_blocks(np.ascontiguousarray(x, np.float32).ravel(), layout.run, *(_f(n) for n in (layout.bottom, layout.top, layout.lowest, layout.highest)), method, codes, numbers, lows, d)
+    fit_blocks(np.ascontiguousarray(x, np.float32).ravel(), layout.run, *(_f(n) for n in (layout.bottom, layout.top, layout.lowest, layout.highest)), method,
+               codes, numbers, lows, d)
     return codes, numbers, lows, d
 
 # %% ../../nbs/formats/04_quantize.ipynb #2ab2509a
@@ -254,13 +259,15 @@ def packed_fields(values, shifts, width):
 
 def packed_scales_and_minima(scales, minima):
     "Eight scales and eight minima of six bits, two (n, 8) uint8 → (n, 12)"
-    return np.hstack([(scales[:, :4] & 63) | (scales[:, 4:] >> 4 << 6), (minima[:, :4] & 63) | (minima[:, 4:] >> 4 << 6), (scales[:, 4:] & 15) | (minima[:, 4:] & 15) << 4])
+    return np.hstack([(scales[:, :4] & 63) | (scales[:, 4:] >> 4 << 6), (minima[:, :4] & 63) | (minima[:, 4:] >> 4 << 6),
+                      (scales[:, 4:] & 15) | (minima[:, 4:] & 15) << 4])
 
 def pack_q2_k(q, s, m, d): return np.hstack([s | m << 4, packed_fields(q, (0, 2, 4, 6), 32), d])
 
 def pack_q3_k(q, s, m, d):
     s = s + 32 & 63
-    return np.hstack([packed_fields(q >> 2, range(8), 32), packed_fields(q & 3, (0, 2, 4, 6), 32), packed_fields(s & 15, (0, 4), 8), packed_fields(s >> 4, (0, 2, 4, 6), 4), d[:, :2]])
+    return np.hstack([packed_fields(q >> 2, range(8), 32), packed_fields(q & 3, (0, 2, 4, 6), 32), packed_fields(s & 15, (0, 4), 8),
+                      packed_fields(s >> 4, (0, 2, 4, 6), 4), d[:, :2]])
 
 def pack_q4_k(q, s, m, d): return np.hstack([d, packed_scales_and_minima(s, m), packed_fields(q, (0, 4), 32)])
 def pack_q5_k(q, s, m, d): return np.hstack([d, packed_scales_and_minima(s, m), packed_fields(q >> 4, range(8), 32), packed_fields(q & 15, (0, 4), 32)])
@@ -302,7 +309,8 @@ def encode(values, name, method='search', threads=None):
     FormatError for values that are not finite or rows that are no whole number of blocks; UnsupportedError for types without an encoder."""
     if method not in METHODS: raise UnsupportedError(f'no method is called {method!r}; there are {", ".join(METHODS)}')
     quant, values = quant_type(name), np.asarray(values, np.float32)
-    if not values.ndim or values.shape[-1] % quant.block_size: raise FormatError(f'rows of {values.shape[-1] if values.ndim else 0} values are not a multiple of the {quant.block_size} in a {quant.name} block')
+    if not values.ndim or values.shape[-1] % quant.block_size:
+        raise FormatError(f'rows of {values.shape[-1] if values.ndim else 0} values are not a multiple of the {quant.block_size} in a {quant.name} block')
     x = values.reshape(-1, quant.block_size)
     step = max(1, PIECE // quant.block_size)
     pieces = [x[start:start + step] for start in range(0, len(x), step)]
@@ -313,7 +321,8 @@ def encode(values, name, method='search', threads=None):
 
 def encode_piece(x, quant, method):
     "One piece in one thread. x: (blocks, block_size)"
-    if quant.block_size > 1 and not np.abs(x).max() < LARGEST: raise FormatError('values that are not finite, or too large for any scale: store this tensor as F32 or BF16')
+    if quant.block_size > 1 and not np.abs(x).max() < LARGEST:
+        raise FormatError('values that are not finite, or too large for any scale: store this tensor as F32 or BF16')
     if quant.name in K_LAYOUTS: return encode_k(x, quant.name, method)
     if quant.name in SIMPLE_CODES and method != NEAREST: return encode_simple(x, quant.name)
     return quant.encode(x)
@@ -355,14 +364,16 @@ class Recipe:
 RECIPES = {
     'Q2_K':   Recipe('Q2_K', 10, ((HEAD, 'Q6_K'), *GATES, (VALUES, 'Q4_K'), (DOWN, 'Q3_K'), (OUT, 'Q3_K'), (FUSED, 'Q3_K'))),
     'Q3_K_S': Recipe('Q3_K', 11, ((HEAD, 'Q6_K'), *GATES)),
-    'Q3_K_M': Recipe('Q3_K', 12, ((HEAD, 'Q6_K'), *GATES, (VALUES, 'Q5_K', 'first 2'), (VALUES, 'Q4_K'), (DOWN, 'Q5_K', 'first 1/16'), (DOWN, 'Q4_K', 'spread'), (OUT, 'Q4_K'), (FUSED, 'Q4_K'))),
+    'Q3_K_M': Recipe('Q3_K', 12, ((HEAD, 'Q6_K'), *GATES, (VALUES, 'Q5_K', 'first 2'), (VALUES, 'Q4_K'), (DOWN, 'Q5_K', 'first 1/16'), (DOWN, 'Q4_K', 'spread'),
+                                  (OUT, 'Q4_K'), (FUSED, 'Q4_K'))),
     'Q3_K_L': Recipe('Q3_K', 13, ((HEAD, 'Q6_K'), *GATES, (VALUES, 'Q5_K'), (DOWN, 'Q5_K'), (OUT, 'Q5_K'), (FUSED, 'Q4_K'))),
     'Q4_K_S': Recipe('Q4_K', 14, ((HEAD, 'Q6_K'), *GATES, (VALUES, 'Q5_K', 'first 4'), (DOWN, 'Q5_K', 'first 1/8'))),
     'Q4_K_M': Recipe('Q4_K', 15, ((HEAD, 'Q6_K'), *GATES, (VALUES, 'Q6_K', 'spread'), (DOWN, 'Q6_K', 'spread'), (FUSED, 'Q5_K'))),
     'Q5_K_S': Recipe('Q5_K', 16, ((HEAD, 'Q6_K'), *GATES)),
     'Q5_K_M': Recipe('Q5_K', 17, ((HEAD, 'Q6_K'), *GATES, (VALUES, 'Q6_K', 'spread'), (DOWN, 'Q6_K', 'spread'), (FUSED, 'Q6_K'))),
     'Q6_K':   Recipe('Q6_K', 18, GATES),
-    'Q4_0':   Recipe('Q4_0', 2, ((HEAD, 'Q6_K'),)), 'Q4_1': Recipe('Q4_1', 3, ((HEAD, 'Q6_K'),)), 'Q5_0': Recipe('Q5_0', 8, ((HEAD, 'Q6_K'),)), 'Q5_1': Recipe('Q5_1', 9, ((HEAD, 'Q6_K'),)),
+    'Q4_0':   Recipe('Q4_0', 2, ((HEAD, 'Q6_K'),)), 'Q4_1': Recipe('Q4_1', 3, ((HEAD, 'Q6_K'),)), 'Q5_0': Recipe('Q5_0', 8, ((HEAD, 'Q6_K'),)),
+    'Q5_1': Recipe('Q5_1', 9, ((HEAD, 'Q6_K'),)),
     'Q8_0':   Recipe('Q8_0', 7), 'F32': Recipe('F32', 0), 'F16': Recipe('F16', 1), 'BF16': Recipe('BF16', 32),
     'MXFP4':  Recipe('MXFP4', 38, ((HEAD, 'Q8_0'), *GATES)), 'NVFP4': Recipe('NVFP4', 39, ((HEAD, 'Q8_0'), *GATES))}
 RECIPES |= {short: RECIPES[f'{short}_M'] for short in ('Q3_K', 'Q4_K', 'Q5_K')}
@@ -387,20 +398,24 @@ def read_maps(maps):
     "['pattern=TYPE', …] → [(pattern, type name)]. UnsupportedError naming the entry, as it was typed, that is no map or asks for a type that cannot be made"
     pairs = [(pattern, name.strip().upper()) for pattern, _, name in (str(entry).rpartition('=') for entry in maps)]
     for entry, (pattern, name) in zip(maps, pairs):
-        if not pattern or name not in ENCODED: raise UnsupportedError(f"--map {str(entry)!r:.80}: for a GGUF file it is 'PATTERN=TYPE' with one of {', '.join(ENCODED)}, such as '*.attn_v.weight=Q8_0'")
+        if not pattern or name not in ENCODED:
+            raise UnsupportedError(f"--map {str(entry)!r:.80}: for a GGUF file it is 'PATTERN=TYPE' with one of {', '.join(ENCODED)}, such as '*.attn_v.weight=Q8_0'")
     return pairs
 
 def kept_float(name, shape, wanted):
-    "Does tensor `name` stay F32 although a map asks for type `wanted`? Vectors do, whatever is asked, and the small tensors of `STAYS_FLOAT` where it is a type with blocks"
+    """Does tensor `name` stay F32 although a map asks for type `wanted`? Vectors do, whatever is asked, and the small tensors of `STAYS_FLOAT` where
+    it is a type with blocks"""
     return wanted != 'F32' if len(shape) < 2 else quant_type(wanted).block_size > 1 and any(fnmatchcase(name, pattern) for pattern in STAYS_FLOAT)
 
 def choose_type(name, shape, recipe, num_layers=0, tied=False, maps=()):
-    """The type that tensor `name` (its GGUF name) of `shape` gets. `maps`: [(pattern, type name)] from `read_maps`; `tied`: the embedding serves as output head too.
+    """The type that tensor `name` (its GGUF name) of `shape` gets. `maps`: [(pattern, type name)] from `read_maps`; `tied`: the embedding serves as
+    output head too.
     FormatError when a map asks for a type whose blocks do not divide the rows."""
     for pattern, wanted in maps:
         if fnmatchcase(name, pattern):
             if kept_float(name, shape, wanted): return 'F32'
-            if shape[-1] % quant_type(wanted).block_size: raise FormatError(f'{name} has rows of {shape[-1]}, not a multiple of the {quant_type(wanted).block_size} in a {wanted} block, so {pattern}={wanted} cannot be')
+            if shape[-1] % quant_type(wanted).block_size:
+                raise FormatError(f'{name} has rows of {shape[-1]}, not a multiple of the {quant_type(wanted).block_size} in a {wanted} block, so {pattern}={wanted} cannot be')
             return wanted
     if len(shape) < 2 or any(fnmatchcase(name, pattern) for pattern in STAYS_FLOAT): return 'F32'
     layer = int(found[1]) if (found := re.match(r'blk[.]([0-9]{1,6})[.]', name)) else 0

@@ -59,7 +59,8 @@ def read_json(path, strict=False):
     return value
 
 # %% ../../nbs/formats/02_safetensors.ipynb #c6720dc1
-DTYPE_BITS = {'BOOL': 8, 'U8': 8, 'I8': 8, 'F8_E4M3': 8, 'F8_E5M2': 8, 'F8_E8M0': 8, 'I16': 16, 'U16': 16, 'F16': 16, 'BF16': 16, 'I32': 32, 'U32': 32, 'F32': 32,
+DTYPE_BITS = {'BOOL': 8, 'U8': 8, 'I8': 8, 'F8_E4M3': 8, 'F8_E5M2': 8, 'F8_E8M0': 8, 'I16': 16, 'U16': 16, 'F16': 16, 'BF16': 16, 'I32': 32,
+              'U32': 32, 'F32': 32,
               'I64': 64, 'U64': 64, 'F64': 64, 'C64': 64, 'F4': 4, 'F6_E2M3': 6, 'F6_E3M2': 6}
 LARGEST_HEADER, MOST_AXES = 100_000_000, 16        # the reference implementation's limit; more axes than any model has
 
@@ -70,14 +71,16 @@ def read_entry(path, name, entry):
     def fail(message): raise FormatError(f'{path}: tensor {quoted(name)} {message}')
     if not isinstance(entry, dict) or not {'dtype', 'shape', 'data_offsets'} <= entry.keys(): fail('must have a dtype, a shape and data_offsets')
     dtype, shape, offsets = entry['dtype'], entry['shape'], entry['data_offsets']
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS: fail(f'has the dtype {quoted(dtype) if isinstance(dtype, str) else "of another kind than a string"}, which is unknown')
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        fail(f'has the dtype {quoted(dtype) if isinstance(dtype, str) else "of another kind than a string"}, which is unknown')
     if not whole_numbers(shape): fail('has a shape that is not a list of whole numbers of at most 63 bits')
     if len(shape) > MOST_AXES: fail(f'has {len(shape)} axes, more than {MOST_AXES}')
     if not whole_numbers(offsets) or len(offsets) != 2: fail('has data_offsets that are not two whole numbers of at most 63 bits')
     (start, stop), count = offsets, math.prod(shape)
     if stop < start: fail(f'ends at offset {stop}, before it starts at {start}')
     if count >= 2**63: fail(f'has the shape {shape_text(shape)}: {count} values do not fit in 63 bits')
-    if count * DTYPE_BITS[dtype] != 8 * (stop - start): fail(f'has the shape {shape_text(shape)}, which takes {count * DTYPE_BITS[dtype] / 8:g} bytes as {dtype}, but its offsets span {stop - start}')
+    if count * DTYPE_BITS[dtype] != 8 * (stop - start):
+        fail(f'has the shape {shape_text(shape)}, which takes {count * DTYPE_BITS[dtype] / 8:g} bytes as {dtype}, but its offsets span {stop - start}')
     return dtype, tuple(shape), start, stop
 
 # %% ../../nbs/formats/02_safetensors.ipynb #abd5c55e
@@ -85,22 +88,27 @@ def check_cover(path, places, data_start, size):
     "FormatError unless the tensors fill the data section without gap, overlap or rest. places: name → (dtype, shape, start, stop)"
     used, before = 0, None
     for name, (dtype, shape, start, stop) in sorted(places.items(), key=lambda item: item[1][2:]):
-        if data_start + stop > size: raise FormatError(f'{path}: tensor {quoted(name)} ({shape_text(shape)} {dtype}) takes bytes {data_start + start} to {data_start + stop}, but the file ends at {size}: {data_start + stop - size} bytes are missing')
-        if start < used: raise FormatError(f'{path}: tensors {quoted(before)} and {quoted(name)} overlap: the second starts at offset {start}, the first ends at {used}')
+        if data_start + stop > size:
+            raise FormatError(f'{path}: tensor {quoted(name)} ({shape_text(shape)} {dtype}) takes bytes {data_start + start} to {data_start + stop}, but the file ends at {size}: {data_start + stop - size} bytes are missing')
+        if start < used:
+            raise FormatError(f'{path}: tensors {quoted(before)} and {quoted(name)} overlap: the second starts at offset {start}, the first ends at {used}')
         if start > used: raise FormatError(f'{path}: {start - used} bytes before tensor {quoted(name)} (offsets {used} to {start}) belong to no tensor')
         used, before = stop, name
     if data_start + used != size: raise FormatError(f'{path}: {size - data_start - used} bytes at the end belong to no tensor')
 
 def read_header(buffer, path):
-    "The header of the safetensors file whose bytes are `buffer` → {name: (dtype, shape, first byte in the file, last + 1)}. FormatError names what is wrong with it."
+    """The header of the safetensors file whose bytes are `buffer` → {name: (dtype, shape, first byte in the file, last + 1)}. FormatError names what
+    is wrong with it."""
     def fail(message): raise FormatError(f'{path}: {message}')
     start, length = bytes(buffer[:24]), int.from_bytes(buffer[:8], 'little')
     if start[8:9] != b'{':                                                     # else it is a length, even if that looks like the start of something else
         if known := mistake(start, path, 'safetensors'): fail(f'{known} (it starts with {start[:8]!r})')
         if start.startswith(b'GGUF'): fail('is a GGUF file, not safetensors')
     if len(start) < 8: fail(f'is {len(start)} bytes long, too short for a safetensors file' if start else 'is empty')
-    if length > LARGEST_HEADER: fail(f'says that its header is {length} bytes long, more than the {LARGEST_HEADER} that the format allows: it is not a safetensors file, or damaged (it starts with {start[:12]!r})')
-    if length > len(buffer) - 8: fail(f'says that its header is {length} bytes long, but only {len(buffer) - 8} are left in the file: it is cut short or damaged')
+    if length > LARGEST_HEADER:
+        fail(f'says that its header is {length} bytes long, more than the {LARGEST_HEADER} that the format allows: it is not a safetensors file, or damaged (it starts with {start[:12]!r})')
+    if length > len(buffer) - 8:
+        fail(f'says that its header is {length} bytes long, but only {len(buffer) - 8} are left in the file: it is cut short or damaged')
     if start[8:9] != b'{': fail(f'has a header that starts with {start[8:12]!r} rather than a brace')
     try: text = bytes(buffer[8:8 + length]).decode()
     except UnicodeDecodeError as e: fail(f'has a header that is not UTF-8 at byte {8 + e.start}')
@@ -120,7 +128,8 @@ INDEX, SHARD_NAME = 'model.safetensors.index.json', re.compile(r'(.*-)(\d{5})-of
 def read_index(path):
     "The `weight_map` of an index file: tensor name → file name. FormatError for names that are not those of files in this folder."
     weight_map = read_json(path, strict=True).get('weight_map')
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()): raise FormatError(f"{path}: must have a 'weight_map' from tensor names to file names")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise FormatError(f"{path}: must have a 'weight_map' from tensor names to file names")
     for shard in sorted(set(weight_map.values())):
         if re.search(r'[/\\:\0\ud800-\udfff]', shard) or not shard.endswith('.safetensors') or shard.startswith('.'):
             raise FormatError(f'{path}: {quoted(shard)} is not the name of a safetensors file in this folder')
@@ -135,7 +144,8 @@ def listed(names, limit=8):
 
 # %% ../../nbs/formats/02_safetensors.ipynb #79e9abfa
 def find_files(path):
-    "The safetensors files of a model, given its folder or one of its files → (folder, files, weight_map or {}). ModelNotFound, or FormatError when it is not clear which files."
+    """The safetensors files of a model, given its folder or one of its files → (folder, files, weight_map or {}). ModelNotFound, or FormatError when
+    it is not clear which files."""
     if path.is_file() and path.suffix == '.safetensors' and not SHARD_NAME.fullmatch(path.name): return path.parent, [path], {}
     folder = path.parent if path.is_file() else path
     if not folder.is_dir(): raise ModelNotFound(f'{path}: no such file or folder')
@@ -144,41 +154,51 @@ def find_files(path):
     if indices:
         weight_map = read_index(indices[0])
         files = sorted(set(weight_map.values()))
-        if 'model.safetensors' in found and 'model.safetensors' not in files: raise FormatError(f'{folder}: has both model.safetensors and an index of other files; remove the one that does not belong to the model')
+        if 'model.safetensors' in found and 'model.safetensors' not in files:
+            raise FormatError(f'{folder}: has both model.safetensors and an index of other files; remove the one that does not belong to the model')
         return folder, [folder / name for name in files], weight_map
     if 'model.safetensors' in found: return folder, [found['model.safetensors']], {}
     if len(found) == 1 and not SHARD_NAME.fullmatch(next(iter(found))): return folder, list(found.values()), {}
     if found: return folder, complete_shards(folder, found), {}
     other = next((p.name for p in sorted(folder.iterdir()) if p.name.endswith(('.bin', '.pt', '.pth'))), None)
-    raise ModelNotFound(f'{folder}: has no safetensors file' + (f', only {other}: convert it with transformers (save_pretrained writes safetensors)' if other else ''))
+    raise ModelNotFound(f'{folder}: has no safetensors file'
+                        + (f', only {other}: convert it with transformers (save_pretrained writes safetensors)' if other else ''))
 
 def complete_shards(folder, found):
     "Files named …-00001-of-00003.safetensors without an index: all of them, when none is missing"
     names = [SHARD_NAME.fullmatch(name) for name in found]
-    if not all(names) or len({(m[1], m[3]) for m in names}) > 1: raise FormatError(f'{folder}: has {len(found)} safetensors files and no {INDEX} to say which belong to the model: {listed(found)}')
+    if not all(names) or len({(m[1], m[3]) for m in names}) > 1:
+        raise FormatError(f'{folder}: has {len(found)} safetensors files and no {INDEX} to say which belong to the model: {listed(found)}')
     gone = [f'{names[0][1]}{i:05d}-of-{names[0][3]}.safetensors' for i in range(1, min(int(names[0][3]), 99999) + 1)]
     gone = [name for name in gone if name not in found]
     if gone: raise FormatError(f'{folder}: {len(gone)} of {int(names[0][3])} files are missing: {listed(gone)}')
     return list(found.values())
 
 # %% ../../nbs/formats/02_safetensors.ipynb #1db19776
-def without_scales(name, array, **options): raise UnsupportedError(f'{name} codes mean nothing without their scales: use Tensor.dequantize, or formats.nvfp4_fp8')
+def without_scales(name, array, **options):
+    raise UnsupportedError(f'{name} codes mean nothing without their scales: use Tensor.dequantize, or formats.nvfp4_fp8')
 def no_numbers(name, array, **options): raise UnsupportedError(f'tensors of dtype {name} cannot be read as numbers here')
 def scaled_type(name, size, nbytes, refuse=without_scales): return QuantType(name, None, size, nbytes, partial(refuse, name), partial(refuse, name))
 SCALED_TYPES = {name: scaled_type(name, *layout) for name, layout in {'NVFP4_ROWS': (16, 8), 'MXFP4_ROWS': (32, 16), 'FP8': (1, 1), 'FP8_E5M2': (1, 1)}.items()}
 
 def numbers_type(name, dtype):
     "The type of plain numbers that GGUF has no decoder or no id for"
-    return QuantType(name, getattr(QUANT_TYPES.get(name), 'id', None), 1, np.dtype(dtype).itemsize, lambda blocks: blocks.view(dtype).astype(np.float32), lambda values: values.astype(dtype).view(np.uint8).reshape(len(values), -1))
+    return QuantType(name, getattr(QUANT_TYPES.get(name), 'id', None), 1, np.dtype(dtype).itemsize, lambda blocks: blocks.view(dtype).astype(np.float32),
+                     lambda values: values.astype(dtype).view(np.uint8).reshape(len(values), -1))
 
-NUMPY_DTYPES = {'BOOL': '?', 'U8': 'u1', 'I8': 'i1', 'U16': '<u2', 'I16': '<i2', 'U32': '<u4', 'I32': '<i4', 'U64': '<u8', 'I64': '<i8', 'F64': '<f8', 'F32': '<f4', 'F16': '<f2'}
-PLAIN_TYPES = {name: numbers_type(name, dtype) for name, dtype in NUMPY_DTYPES.items() if name not in ('F32', 'F16')} | {name: QUANT_TYPES[name] for name in ('F32', 'F16', 'BF16')}
-PLAIN_TYPES |= {name: scaled_type(name, *layout, no_numbers) for name, layout in {'C64': (1, 8), 'F4': (2, 1), 'F6_E2M3': (4, 3), 'F6_E3M2': (4, 3), 'F8_E8M0': (1, 1)}.items()}       # can be listed, not computed with
+NUMPY_DTYPES = {'BOOL': '?', 'U8': 'u1', 'I8': 'i1', 'U16': '<u2', 'I16': '<i2', 'U32': '<u4', 'I32': '<i4', 'U64': '<u8', 'I64': '<i8', 'F64': '<f8',
+                'F32': '<f4', 'F16': '<f2'}
+PLAIN_TYPES = {name: numbers_type(name, dtype) for name, dtype in NUMPY_DTYPES.items()
+               if name not in ('F32', 'F16')} | {name: QUANT_TYPES[name] for name in ('F32', 'F16', 'BF16')}
+# can be listed, not computed with
+PLAIN_TYPES |= {name: scaled_type(name, *layout, no_numbers)
+                for name, layout in {'C64': (1, 8), 'F4': (2, 1), 'F6_E2M3': (4, 3), 'F6_E3M2': (4, 3), 'F8_E8M0': (1, 1)}.items()}
 
 # %% ../../nbs/formats/02_safetensors.ipynb #43205d5d
 @dataclass(frozen=True, eq=False, repr=False)
 class FolderTensor(Tensor):
-    """A `Tensor` whose scales are arrays of their own. scales: see the table above, in the shapes of `formats.nvfp4_fp8`; block: for FP8, the (rows, columns) that one entry of `scales['weight']` serves."""
+    """A `Tensor` whose scales are arrays of their own. scales: see the table above, in the shapes of `formats.nvfp4_fp8`; block: for FP8, the (rows,
+    columns) that one entry of `scales['weight']` serves."""
     scales: dict = field(default_factory=dict)
     block: tuple = None
 
@@ -190,7 +210,8 @@ class FolderTensor(Tensor):
         return self.scales['global'] if 'global' in self.scales else np.float32(1) / self.scales['divisor']
 
     def dequantize(self, rows=None):
-        "The values as float32, of `shape`. `rows` (an integer, a slice or an array of integers) picks along the first axis, and only these bytes and their scales are read."
+        """The values as float32, of `shape`. `rows` (an integer, a slice or an array of integers) picks along the first axis, and only these bytes
+        and their scales are read."""
         if not self.size: return np.empty(self.shape, np.float32)[slice(None) if rows is None else rows] if self.shape else np.empty((), np.float32)
         if self.type.name not in SCALED_TYPES: return super().dequantize(rows)
         if len(self.shape) < 2: return replace(self, shape=(1, *self.shape)).dequantize()[0][slice(None) if rows is None else rows]
@@ -255,7 +276,8 @@ FOREIGN = re.compile(r'\.(qweight|qzeros|pre_quant_scale|absmax|quant_map)$|\.qu
 
 # %% ../../nbs/formats/02_safetensors.ipynb #8a38e265
 class Assembly:
-    "Turns stored arrays into tensors with their scales. `tensors`: logical name → FolderTensor; `places`: logical name → its stored arrays; `faults`: what is missing, one text for each weight"
+    """Turns stored arrays into tensors with their scales. `tensors`: logical name → FolderTensor; `places`: logical name → its stored arrays;
+    `faults`: what is missing, one text for each weight"""
     def __init__(self, stored, weight_block=(128, 128)):
         self.stored, self.weight_block, self.used, self.faults, self.tensors, self.places = stored, weight_block, set(), [], {}, {}
 
@@ -265,7 +287,8 @@ class Assembly:
         "A finished tensor; scales: name → (Stored, array)"
         parts = [weight] + [s for s, _ in scales.values()]
         self.used |= {s.name for s in parts}
-        self.tensors[name] = FolderTensor(name, tuple(shape), SCALED_TYPES.get(kind) or PLAIN_TYPES[kind], weight.data, {key: array for key, (_, array) in scales.items()}, block)
+        self.tensors[name] = FolderTensor(name, tuple(shape), SCALED_TYPES.get(kind) or PLAIN_TYPES[kind], weight.data,
+                                          {key: array for key, (_, array) in scales.items()}, block)
         self.places[name] = parts
 
     def inputs(self, base):
@@ -292,7 +315,8 @@ def four_bits(self: Assembly, weight, base):
         if not (factor or divisor): return fault(f'has no {printable(base)}_scale_2 (ModelOpt) and no {printable(base)}_global_scale (compressed-tensors)')
         if factor and divisor: return fault('has a factor of both dialects, and it is not clear which one counts')
         found = factor or divisor
-        if found.dtype not in ('F32', 'F16', 'BF16') or math.prod(found.shape) not in (1, math.prod(shape[:-2])): return fault(f'has the factor {printable(found.name)} of {shape_text(found.shape)} {found.dtype}: neither one number nor one for each expert')
+        if found.dtype not in ('F32', 'F16', 'BF16') or math.prod(found.shape) not in (1, math.prod(shape[:-2])):
+            return fault(f'has the factor {printable(found.name)} of {shape_text(found.shape)} {found.dtype}: neither one number nor one for each expert')
         scales['global' if factor else 'divisor'] = found, found.numbers()
     self.add(base, 'NVFP4_ROWS' if per == 16 else 'MXFP4_ROWS', shape, weight, scales | self.inputs(base))
 
@@ -302,7 +326,8 @@ def gpt_oss(self: Assembly, weight, base):
     scale = self.find(base + '_scales')
     if not scale: return self.faults.append(f'{printable(weight.name)} ({weight.dtype}) has no {printable(base)}_scales')
     if scale.dtype not in ('U8', 'F8_E8M0') or weight.shape != (*scale.shape, 16):
-        return self.faults.append(f'{printable(weight.name)} of {shape_text(weight.shape)} has scales of {shape_text(scale.shape)} {scale.dtype}, and must have one for each 16 bytes')
+        return self.faults.append(
+            f'{printable(weight.name)} of {shape_text(weight.shape)} has scales of {shape_text(scale.shape)} {scale.dtype}, and must have one for each 16 bytes')
     self.add(base, 'MXFP4_ROWS', (*scale.shape[:-1], 32 * scale.shape[-1]), weight, {'block': (scale, scale.data.reshape(scale.shape))})
 
 # %% ../../nbs/formats/02_safetensors.ipynb #76a4df4a
@@ -320,17 +345,23 @@ def eight_bits(self: Assembly, weight):
     self.add(base, 'FP8' if weight.dtype == 'F8_E4M3' else 'FP8_E5M2', weight.shape, weight, {'weight': (scale, grid)} | self.inputs(base), block)
 
 def assemble(stored, weight_block=(128, 128)):
-    """Stored arrays by name → `Assembly`. FormatError naming all quantised weights whose scales are missing or do not fit; UnsupportedError for arrays of schemes that are not decoded here."""
-    foreign = [name for name, s in stored.items() if FOREIGN.search(name) or (name.endswith('_packed') and s.dtype == 'I32') or (s.dtype == 'I8' and name + '_scale' in stored)]
+    """Stored arrays by name → `Assembly`. FormatError naming all quantised weights whose scales are missing or do not fit; UnsupportedError for
+    arrays of schemes that are not decoded here."""
+    foreign = [name for name, s in stored.items() if FOREIGN.search(name) or (name.endswith('_packed') and s.dtype == 'I32')
+               or (s.dtype == 'I8' and name + '_scale' in stored)]
     if foreign: raise UnsupportedError(f'{len(foreign)} tensors belong to a quantisation that is not supported: {listed(foreign)}')
     work = Assembly(stored, weight_block)
     for name, s in stored.items():
         if name.endswith('_packed'): work.four_bits(s, name.removesuffix('_packed'))
         elif name.endswith('_blocks') and s.dtype == 'U8': work.gpt_oss(s, name.removesuffix('_blocks'))
-        elif s.dtype in ('U8', 'F4') and not SCALE_NAME.search(name) and (name.endswith('.weight') or name + '_scale' in stored or name + '_weight_scale' in stored): work.four_bits(s, name)
+        elif s.dtype in ('U8', 'F4') and not SCALE_NAME.search(name) and (name.endswith('.weight') or name + '_scale' in stored
+                                                                          or name + '_weight_scale' in stored):
+            work.four_bits(s, name)
     for name, s in stored.items():
         if s.dtype in ('F8_E4M3', 'F8_E5M2') and name not in work.used and not SCALE_NAME.search(name): work.eight_bits(s)
-    if work.faults: raise FormatError(f'{len(work.faults)} quantised tensors lack their scales: ' + '; '.join(work.faults[:6]) + (f'; and {len(work.faults) - 6} more' if len(work.faults) > 6 else ''))
+    if work.faults:
+        raise FormatError(f'{len(work.faults)} quantised tensors lack their scales: ' + '; '.join(work.faults[:6])
+                          + (f'; and {len(work.faults) - 6} more' if len(work.faults) > 6 else ''))
     for name, s in stored.items():
         if name not in work.used and not SCALE_NAME.search(name): work.add(name, s.dtype, s.shape, s, {})
     order = {name: i for i, name in enumerate(stored)}
@@ -339,27 +370,33 @@ def assemble(stored, weight_block=(128, 128)):
 
 # %% ../../nbs/formats/02_safetensors.ipynb #ba7089e2
 COMPRESSED_FORMATS = {None, 'dense', 'nvfp4-pack-quantized', 'mxfp4-pack-quantized', 'float-quantized', 'naive-quantized', 'mixed-precision', 'mxfp8-quantized'}
-MODELOPT_ALGOS = {None, '', 'NVFP4', 'W4A16_NVFP4', 'NVFP4_AWQ', 'FP8', 'FP8_PER_CHANNEL_PER_TOKEN', 'FP8_PB_WO', 'FP8_PB_REAL', 'MXFP4', 'MXFP8', 'W4A8_MXFP4_FP8', 'MIXED_PRECISION'}
+MODELOPT_ALGOS = {None, '', 'NVFP4', 'W4A16_NVFP4', 'NVFP4_AWQ', 'FP8', 'FP8_PER_CHANNEL_PER_TOKEN', 'FP8_PB_WO', 'FP8_PB_REAL', 'MXFP4', 'MXFP8',
+                  'W4A8_MXFP4_FP8', 'MIXED_PRECISION'}
 
 def objects(value): return [v for v in value.values() if isinstance(v, dict)] if isinstance(value, dict) else []
 
 def quantization_of(metadata, where):
-    """What `config.json` and `hf_quant_config.json` say: {'method': 'none' or its name, 'algorithms': [names], 'ignore': [patterns], 'block': (rows, columns) of FP8 scales}.
+    """What `config.json` and `hf_quant_config.json` say: {'method': 'none' or its name, 'algorithms': [names], 'ignore': [patterns], 'block': (rows,
+    columns) of FP8 scales}.
     UnsupportedError for a method, or a variant of one, that is not decoded here."""
     config = metadata.get('config', {})
     texts = [c for c in (config, *(config.get(k) for k in ('text_config', 'llm_config', 'language_config'))) if isinstance(c, dict)]
     def need(value, kind, key, file='config.json'):
-        if not isinstance(value, kind | None): raise FormatError(f"{where}/{file}: `{key}` must be {'an object' if kind is dict else 'a list'}; the file says {quoted(str(value))}")
+        if not isinstance(value, kind | None):
+            raise FormatError(f"{where}/{file}: `{key}` must be {'an object' if kind is dict else 'a list'}; the file says {quoted(str(value))}")
     for c in texts:
         for key in ('quantization_config', 'compression_config'):
             need(c.get(key), dict, key)
-            for inner, kind in (('config_groups', dict), ('quantized_layers', dict), ('ignore', list), ('modules_to_not_convert', list), ('weight_block_size', list)): need((c.get(key) or {}).get(inner), kind, f'{key}.{inner}')
+            for inner, kind in (('config_groups', dict), ('quantized_layers', dict), ('ignore', list), ('modules_to_not_convert', list),
+                                ('weight_block_size', list)):
+                need((c.get(key) or {}).get(inner), kind, f'{key}.{inner}')
     need(metadata.get('hf_quant_config', {}).get('quantization'), dict, 'quantization', 'hf_quant_config.json')
     found = next((c[key] for c in texts for key in ('quantization_config', 'compression_config') if isinstance(c.get(key), dict)), {})
     theirs = metadata.get('hf_quant_config', {}).get('quantization')
     theirs = theirs if isinstance(theirs, dict) else {}
     method = found.get('quant_method') or ('modelopt' if theirs else None)
-    def refuse(what, value): raise UnsupportedError(f'{where}/{"config.json" if found else "hf_quant_config.json"}: {what} {quoted(str(value))} is not supported')
+    def refuse(what, value):
+        raise UnsupportedError(f'{where}/{"config.json" if found else "hf_quant_config.json"}: {what} {quoted(str(value))} is not supported')
     if method is None and found: refuse('a quantization_config without quant_method, with', list(found)[:4])
     if method is not None and method not in ('compressed-tensors', 'fp8', 'mxfp4') and not str(method).startswith('modelopt'): refuse('quant_method', method)
     groups = objects(found.get('config_groups'))
@@ -370,13 +407,15 @@ def quantization_of(metadata, where):
         for kind in kinds:
             if kind.get('type') == 'int': refuse('compressed-tensors weights of type', f"int, {kind.get('num_bits')} bits")
         if found.get('transform_config') not in (None, {}): refuse('transform_config (rotated weights)', list(found['transform_config'])[:3])
-        if isinstance(found.get('sparsity_config'), dict) and found['sparsity_config'].get('format') not in (None, 'dense'): refuse('the sparse format', found['sparsity_config'].get('format'))
+        if isinstance(found.get('sparsity_config'), dict) and found['sparsity_config'].get('format') not in (None, 'dense'):
+            refuse('the sparse format', found['sparsity_config'].get('format'))
     algorithms = [source.get('quant_algo') for source in (found, theirs, *objects(found.get('quantized_layers')), *objects(theirs.get('quantized_layers')))]
     for algorithm in algorithms:
         if not isinstance(algorithm, str | None) or (algorithm or '').upper() not in MODELOPT_ALGOS: refuse('quant_algo', algorithm)
     sizes = (found.get('weight_block_size'), *(kind.get('block_structure') for kind in kinds))
     block = next((tuple(s) for s in sizes if isinstance(s, list) and len(s) == 2 and all(type(n) is int and 0 < n < 2**31 for n in s)), (128, 128))
-    ignore = next((s[key] for s, key in ((found, 'ignore'), (theirs, 'exclude_modules'), (found, 'modules_to_not_convert')) if isinstance(s.get(key), list)), [])
+    ignore = next((s[key] for s, key in ((found, 'ignore'), (theirs, 'exclude_modules'), (found, 'modules_to_not_convert'))
+                   if isinstance(s.get(key), list)), [])
     names = sorted({a.upper() for a in algorithms if a} | {k for k in (found.get('format'), *(g.get('format') for g in groups)) if k and isinstance(k, str)})
     return {'method': method or 'none', 'algorithms': names, 'ignore': ignore, 'block': block}
 
@@ -402,7 +441,8 @@ def chat_template(folder, metadata):
 
 # %% ../../nbs/formats/02_safetensors.ipynb #02dce004
 class FolderCheckpoint(Checkpoint):
-    """An open model folder, with the interface of a GGUF `Checkpoint`. Besides: `stored` (every array of the files by its own name), `orphans` (names of scales that belong to no quantised weight), `kv_scales` (name → float32 array,
+    """An open model folder, with the interface of a GGUF `Checkpoint`. Besides: `stored` (every array of the files by its own name), `orphans` (names
+    of scales that belong to no quantised weight), `kv_scales` (name → float32 array,
     scales for a quantised KV cache), `unlisted` (tensors that the index does not mention)."""
     def __init__(self, path, metadata, assembly, parts, unlisted=()):
         super().__init__(path, metadata, assembly.tensors, parts=parts, places=assembly.places)
@@ -412,7 +452,8 @@ class FolderCheckpoint(Checkpoint):
         self.orphans = tuple(s.name for s in left if s.name not in self.kv_scales)
 
     def release(self, tensor=None):
-        "Let the pages of `tensor` and its scales (a `Tensor` or its name; None: everything) leave this process's memory. They come back by themselves when touched."
+        """Let the pages of `tensor` and its scales (a `Tensor` or its name; None: everything) leave this process's memory. They come back by
+        themselves when touched."""
         if not hasattr(mmap, 'MADV_DONTNEED') or self.closed: return
         if tensor is None:
             for m in self._maps: m.madvise(mmap.MADV_DONTNEED)
@@ -428,7 +469,8 @@ class FolderCheckpoint(Checkpoint):
     def __repr__(self):
         size, kind = sum(t.size for t in self.tensors.values()), self.metadata['config'].get('model_type')
         return (f'FolderCheckpoint({self.path.name}: {printable(kind) if isinstance(kind, str) else "no model_type"}, {len(self.tensors)} tensors, {size_text(self.nbytes)}' + (f', {8 * self.nbytes / size:.2f} bits per weight' if size else '')
-                + (f', {len(self.paths)} parts' if len(self.paths) > 1 else '') + (f', {len(self.orphans)} scales without a weight' if self.orphans else '') + (', closed' if self.closed else '') + ')')
+                + (f', {len(self.paths)} parts' if len(self.paths) > 1 else '') + (f', {len(self.orphans)} scales without a weight' if self.orphans else '')
+                + (', closed' if self.closed else '') + ')')
 
 # %% ../../nbs/formats/02_safetensors.ipynb #a4b586b3
 def open_folder(path) -> FolderCheckpoint:
@@ -445,7 +487,8 @@ def open_folder(path) -> FolderCheckpoint:
         parts.append((file, mapped))
         for name, (dtype, shape, start, stop) in read_header(mapped, file).items():
             if weight_map.get(name, file.name) != file.name: continue                    # a copy that the index does not mean
-            if name in stored: raise FormatError(f'{file}: tensor {quoted(name)} occurs in {parts[stored[name].part][0].name} too, and no index says which one counts')
+            if name in stored:
+                raise FormatError(f'{file}: tensor {quoted(name)} occurs in {parts[stored[name].part][0].name} too, and no index says which one counts')
             stored[name] = Stored(name, dtype, shape, whole[start:stop], part, start)
     lost = [f'{printable(name)} (in {shard})' for name, shard in weight_map.items() if name not in stored]
     if lost: raise FormatError(f'{folder}: {len(lost)} tensors are not in the file that the index names: {listed(lost)}')
@@ -470,25 +513,34 @@ def describe_folder(checkpoint) -> str:
     quantization, config = checkpoint.metadata['quantization'], checkpoint.metadata['config']
     lines = [f'{checkpoint.path}: safetensors, {len(checkpoint.paths)} file{"s" * (len(checkpoint.paths) != 1)}, {len(checkpoint.tensors)} tensors']
     architectures = config.get('architectures')
-    said = [('architecture', printable(str(architectures[0] if isinstance(architectures, list) and architectures else config.get('model_type', 'not said')))), ('quantisation', ', '.join(map(printable, [quantization['method'], *quantization['algorithms']])))]
+    said = [('architecture', printable(str(architectures[0] if isinstance(architectures, list) and architectures else config.get('model_type', 'not said')))),
+            ('quantisation', ', '.join(map(printable, [quantization['method'], *quantization['algorithms']])))]
     if quantization['ignore']: said.append(('left alone', listed(map(str, quantization['ignore']), 6)))
     for key in ('tokenizer.json', 'tokenizer.chat_template'): said.append((key, 'yes' if key in checkpoint.metadata else 'no'))
     lines += ['', 'model'] + columns(said, '<<')
-    lines += ['', 'tensors'] + columns([(printable(t.name), shape_text(t.shape) or '1', t.type.name, ', '.join(t.scales), size_text(t.nbytes)) for t in checkpoint.tensors.values()], '<><<>')
-    size, rows = sum(t.size for t in checkpoint.tensors.values()), [(name, f'{count} tensors', f'{n:,} weights', size_text(nbytes), f'{8 * nbytes / max(n, 1):.2f} bits per weight') for name, count, n, nbytes in totals_by_type(checkpoint)]
-    if size: rows.append(('all', f'{len(checkpoint.tensors)} tensors', f'{size:,} weights', size_text(checkpoint.nbytes), f'{8 * checkpoint.nbytes / size:.2f} bits per weight'))
+    lines += ['', 'tensors'] + columns([(printable(t.name), shape_text(t.shape) or '1', t.type.name, ', '.join(t.scales), size_text(t.nbytes))
+                                        for t in checkpoint.tensors.values()], '<><<>')
+    size, rows = (sum(t.size for t in checkpoint.tensors.values()),
+                  [(name, f'{count} tensors', f'{n:,} weights', size_text(nbytes), f'{8 * nbytes / max(n, 1):.2f} bits per weight')
+                   for name, count, n, nbytes in totals_by_type(checkpoint)])
+    if size:
+        rows.append(('all', f'{len(checkpoint.tensors)} tensors', f'{size:,} weights', size_text(checkpoint.nbytes),
+                     f'{8 * checkpoint.nbytes / size:.2f} bits per weight'))
     lines += ['', 'totals'] + columns(rows, '<>>>>')
-    for label, names in (('scales without a quantised weight', checkpoint.orphans), ('scales of the KV cache', checkpoint.kv_scales), ('tensors that the index does not list', checkpoint.unlisted)):
+    for label, names in (('scales without a quantised weight', checkpoint.orphans), ('scales of the KV cache', checkpoint.kv_scales),
+                         ('tensors that the index does not list', checkpoint.unlisted)):
         if names: lines += ['', f'{label}: {listed(names, 20)}']
     return '\n'.join(lines)
 
 # %% ../../nbs/formats/02_safetensors.ipynb #8fc6b5d0
 def split_rows(tensor, sizes, names=None):
-    "Cut a matrix (or a stack of them) into parts of `sizes` rows each, every part with its own share of the scales; a scale that holds for all is copied to each. → list of FolderTensor. FormatError when the sizes do not add up."
+    """Cut a matrix (or a stack of them) into parts of `sizes` rows each, every part with its own share of the scales; a scale that holds for all is
+    copied to each. → list of FolderTensor. FormatError when the sizes do not add up."""
     lead, (rows, columns) = tensor.shape[:-2], tensor.shape[-2:]
     if sum(sizes) != rows: raise FormatError(f'tensor {quoted(tensor.name)} has {rows} rows, not {" + ".join(map(str, sizes))}')
     edges, scales, block = np.cumsum([0, *sizes]), dict(tensor.scales), tensor.block
-    if 'weight' in scales and scales['weight'].shape[-2] > 1 and any(edge % block[0] for edge in edges[:-1]):        # a cut through blocks: give each row its own line of scales
+    # a cut through blocks: give each row its own line of scales
+    if 'weight' in scales and scales['weight'].shape[-2] > 1 and any(edge % block[0] for edge in edges[:-1]):
         scales['weight'], block = np.repeat(scales['weight'], block[0], axis=-2)[..., :rows, :], (1, block[1])
     parts = []
     for i, (a, b) in enumerate(zip(edges[:-1], edges[1:])):
@@ -505,9 +557,11 @@ def split_rows(tensor, sizes, names=None):
 
 # %% ../../nbs/formats/02_safetensors.ipynb #90ceeaf7
 def fuse_rows(tensors, name):
-    "Stack matrices of one type on top of each other, without changing a weight: factors that differ become one for each row. FormatError when types or widths differ."
+    """Stack matrices of one type on top of each other, without changing a weight: factors that differ become one for each row. FormatError when types
+    or widths differ."""
     first = tensors[0]
-    if any(t.type.name != first.type.name or len(t.shape) != 2 or t.shape[1] != first.shape[1] or ('divisor' in t.scales) != ('divisor' in first.scales) for t in tensors):
+    if any(t.type.name != first.type.name or len(t.shape) != 2 or t.shape[1] != first.shape[1] or ('divisor' in t.scales) != ('divisor' in first.scales)
+           for t in tensors):
         raise FormatError(f'these cannot be fused to {quoted(name)}: ' + ', '.join(repr(t) for t in tensors))
     scales, block, rows = {}, None, [t.shape[0] for t in tensors]
     if 'block' in first.scales: scales['block'] = np.concatenate([t.scales['block'].reshape(t.shape[0], -1) for t in tensors])
@@ -515,7 +569,8 @@ def fuse_rows(tensors, name):
         same = all(t.scales[key].size == 1 and t.scales[key].item() == first.scales[key].item() for t in tensors)
         scales[key] = first.scales[key] if same else np.concatenate([np.broadcast_to(t.scales[key].reshape(-1), (t.shape[0],)) for t in tensors])
     if 'weight' in first.scales:
-        if len({(t.block[1], t.scales['weight'].shape[1]) for t in tensors}) > 1: raise FormatError(f'{quoted(name)}: the parts have FP8 scales for different columns')
+        if len({(t.block[1], t.scales['weight'].shape[1]) for t in tensors}) > 1:
+            raise FormatError(f'{quoted(name)}: the parts have FP8 scales for different columns')
         grids = [(t.scales['weight'], t.block[0], t.shape[0]) for t in tensors]
         scales['weight'] = np.concatenate([np.repeat(g, b, axis=0)[:n] if len(g) > 1 else np.broadcast_to(g, (n, g.shape[1])) for g, b, n in grids])
         block = 1, first.block[1]
@@ -523,9 +578,11 @@ def fuse_rows(tensors, name):
 
 # %% ../../nbs/formats/02_safetensors.ipynb #ff5bf60b
 def to_blocks(tensor):
-    """An `NVFP4_ROWS` or `MXFP4_ROWS` tensor as GGUF blocks, without rounding → (Tensor of type NVFP4 or MXFP4, factor to multiply by: float32, one number or one for each expert).
+    """An `NVFP4_ROWS` or `MXFP4_ROWS` tensor as GGUF blocks, without rounding → (Tensor of type NVFP4 or MXFP4, factor to multiply by: float32, one
+    number or one for each expert).
     FormatError when rows are not whole blocks; UnsupportedError for another type."""
-    if tensor.type.name not in ('NVFP4_ROWS', 'MXFP4_ROWS'): raise UnsupportedError(f'tensor {quoted(tensor.name)} of type {tensor.type.name} has no form in GGUF blocks')
+    if tensor.type.name not in ('NVFP4_ROWS', 'MXFP4_ROWS'):
+        raise UnsupportedError(f'tensor {quoted(tensor.name)} of type {tensor.type.name} has no form in GGUF blocks')
     tensor.check_scales()
     packed, block, nv = tensor.data.reshape(-1, tensor.shape[-1] // 2), tensor.scales['block'], tensor.type.name == 'NVFP4_ROWS'
     blocks = (small.nvfp4_to_blocks if nv else small.mxfp4_to_blocks)(packed, block.reshape(len(packed), -1))
@@ -535,9 +592,12 @@ def to_blocks(tensor):
 @dataclass(frozen=True)
 class Deferred:
     """A tensor whose values are made when their turn to be written comes. type: 'F32' 'F16' 'BF16', or 'NVFP4' 'MXFP4' 'FP8' 'FP8_CHANNEL' 'FP8_BLOCK';
-    make() → float32 array of `shape`, or an iterator over runs of it along the first axis (a run of FP8_BLOCK is a multiple of 128 rows; only the last may not be);
-    encode: a better encoder, with the arguments and results of `encode_nvfp4` (called with `factor=` and `divide=`), `encode_mxfp4` or `encode_fp8` (called with `largest=` for 'FP8');
-    input_scale: the activations' scale (amax / 2688 for NVFP4, amax / 448 for FP8), when somebody measured it; largest() → the largest size of a weight among all tensors that are to share one factor (NVFP4) or one scale (FP8) with this one. None: among its own."""
+    make() → float32 array of `shape`, or an iterator over runs of it along the first axis (a run of FP8_BLOCK is a multiple of 128 rows; only the
+    last may not be);
+    encode: a better encoder, with the arguments and results of `encode_nvfp4` (called with `factor=` and `divide=`), `encode_mxfp4` or `encode_fp8`
+    (called with `largest=` for 'FP8');
+    input_scale: the activations' scale (amax / 2688 for NVFP4, amax / 448 for FP8), when somebody measured it; largest() → the largest size of a
+    weight among all tensors that are to share one factor (NVFP4) or one scale (FP8) with this one. None: among its own."""
     type: str
     shape: tuple
     make: Callable
@@ -552,16 +612,20 @@ DIALECTS = {'modelopt': QUANTISED, 'compressed-tensors': QUANTISED, 'fp8': ('FP8
 def layout(name, kind, shape, dialect, with_input):
     "The arrays that hold a tensor: stored name → (dtype, shape), in the order in which `encoded` makes them"
     if kind not in QUANTISED: return {name: (kind, shape)}
-    if kind not in DIALECTS[dialect]: raise FormatError(f'tensor {quoted(name)}: the {dialect} layout does not hold {kind}, only {", ".join(DIALECTS[dialect])}')
-    if not name.endswith('.weight') or len(shape) < 2: raise FormatError(f'tensor {quoted(name)} of shape {shape_text(shape)} cannot be stored as {kind}: only matrices named ….weight can')
+    if kind not in DIALECTS[dialect]:
+        raise FormatError(f'tensor {quoted(name)}: the {dialect} layout does not hold {kind}, only {", ".join(DIALECTS[dialect])}')
+    if not name.endswith('.weight') or len(shape) < 2:
+        raise FormatError(f'tensor {quoted(name)} of shape {shape_text(shape)} cannot be stored as {kind}: only matrices named ….weight can')
     *lead, out, columns = shape
     both, size = dialect == 'compressed-tensors', {'NVFP4': 16, 'MXFP4': 32}.get(kind, 1)
     if columns % size: raise FormatError(f'tensor {quoted(name)} has rows of {columns} values, not a multiple of the {size} in a block of {kind}')
     if kind in ('NVFP4', 'MXFP4'):
-        arrays = {name + '_packed' * both: ('U8', (*lead, out, columns // 2)), name + '_scale': ('F8_E4M3' if kind == 'NVFP4' else 'U8', (*lead, out, columns // size))}
+        arrays = {name + '_packed' * both: ('U8', (*lead, out, columns // 2)),
+                  name + '_scale': ('F8_E4M3' if kind == 'NVFP4' else 'U8', (*lead, out, columns // size))}
         if kind == 'NVFP4': arrays[name + ('_global_scale' if both else '_scale_2')] = 'F32', (1,) if both else ()
     else:
-        scale = {'FP8': (1,) if both else (), 'FP8_CHANNEL': (*lead, out, 1) if both else (*lead, out), 'FP8_BLOCK': (*lead, -(-out // 128), -(-columns // 128))}[kind]
+        scale = {'FP8': (1,) if both else (), 'FP8_CHANNEL': (*lead, out, 1) if both else (*lead, out),
+                 'FP8_BLOCK': (*lead, -(-out // 128), -(-columns // 128))}[kind]
         arrays = {name: ('F8_E4M3', shape), name + ('_scale_inv' if dialect == 'fp8' else '_scale'): ('F32', scale)}
     if with_input: arrays[name.removesuffix('weight') + ('input_global_scale' if both and kind == 'NVFP4' else 'input_scale')] = 'F32', (1,) if both else ()
     return arrays
@@ -586,10 +650,12 @@ def encoded(deferred, dialect):
     kind, both, made, largest = deferred.type, dialect == 'compressed-tensors', deferred.make(), None
     runs = lambda: checked_runs(deferred.make() if hasattr(made, '__next__') else made, deferred.shape)
     if kind in ('NVFP4', 'FP8'): largest = np.float32(deferred.largest() if deferred.largest else max(map(small.largest_size, runs()), default=0))
-    encode = {'NVFP4': lambda v: (deferred.encode or small.encode_nvfp4)(v, factor=small.nvfp4_factor(largest, both), divide=both), 'MXFP4': deferred.encode or small.encode_mxfp4, 'FP8': lambda v: (deferred.encode or small.encode_fp8)(v, largest=largest)}.get(kind)
+    encode = {'NVFP4': lambda v: (deferred.encode or small.encode_nvfp4)(v, factor=small.nvfp4_factor(largest, both), divide=both),
+              'MXFP4': deferred.encode or small.encode_mxfp4, 'FP8': lambda v: (deferred.encode or small.encode_fp8)(v, largest=largest)}.get(kind)
     if kind in ('FP8_CHANNEL', 'FP8_BLOCK'): encode = deferred.encode or partial(small.encode_fp8, scheme=FP8_SCHEMES[kind])
     for i, values in enumerate(runs()):
-        if kind == 'F16' and values.size and max(values.max(), -values.min()) > 65504: raise FormatError('values beyond 65504 become infinite as F16: store this tensor as BF16 or F32')
+        if kind == 'F16' and values.size and max(values.max(), -values.min()) > 65504:
+            raise FormatError('values beyond 65504 become infinite as F16: store this tensor as BF16 or F32')
         arrays = list(encode(values)) if encode else [QUANT_TYPES[kind].encode(values.reshape(-1, 1))]
         if deferred.input_scale is not None: arrays.append(np.float32(1 / deferred.input_scale if both and kind == 'NVFP4' else deferred.input_scale))
         yield [array if i == 0 or np.ndim(array) else None for array in arrays]
@@ -599,21 +665,26 @@ def kept(tensor, dialect):
     "The arrays of a tensor that is quantised already, its codes unchanged, for `layout` of the same kind"
     scales, both = tensor.scales, dialect == 'compressed-tensors'
     arrays = [tensor.data] + [scales[key] for key in ('block', 'weight') if key in scales]
-    if tensor.type.name == 'NVFP4_ROWS': arrays.append(scales['divisor' if both else 'global'] if ('divisor' in scales) == both else np.float32(1) / scales['global' if both else 'divisor'])
-    for key in {'input', 'input_divisor'} & scales.keys(): arrays.append(scales[key] if (key == 'input_divisor') == (both and tensor.type.name == 'NVFP4_ROWS') else np.float32(1) / scales[key])
+    if tensor.type.name == 'NVFP4_ROWS':
+        arrays.append(scales['divisor' if both else 'global'] if ('divisor' in scales) == both else np.float32(1) / scales['global' if both else 'divisor'])
+    for key in {'input', 'input_divisor'} & scales.keys():
+        arrays.append(scales[key] if (key == 'input_divisor') == (both and tensor.type.name == 'NVFP4_ROWS') else np.float32(1) / scales[key])
     return arrays
 
 def kind_of(tensor):
     "The kind under which a `FolderTensor` can be written as it is, or None"
     one_each = all(tensor.scales[key].size == 1 for key in {'global', 'divisor', 'input', 'input_divisor'} & tensor.scales.keys())
     if tensor.type.name in ('NVFP4_ROWS', 'MXFP4_ROWS'): return tensor.type.name[:5] if one_each else None
-    if tensor.type.name == 'FP8': return None if not one_each else 'FP8' if tensor.scales['weight'].size == 1 else {(1, tensor.shape[-1]): 'FP8_CHANNEL', (128, 128): 'FP8_BLOCK'}.get(tensor.block)
+    if tensor.type.name == 'FP8':
+        return None if not one_each else 'FP8' if tensor.scales['weight'].size == 1 else {(1, tensor.shape[-1]): 'FP8_CHANNEL',
+                                                                                          (128, 128): 'FP8_BLOCK'}.get(tensor.block)
     return tensor.type.name if tensor.type.name in PLAIN_TYPES else None
 
 # %% ../../nbs/formats/02_safetensors.ipynb #b2fc27de
 @dataclass(frozen=True)
 class Plan:
-    "One tensor to write. arrays: stored name → (dtype, shape); make() → their bytes in runs: lists of an array for each, in this order, or None where a run has nothing for it"
+    """One tensor to write. arrays: stored name → (dtype, shape); make() → their bytes in runs: lists of an array for each, in this order, or None
+    where a run has nothing for it"""
     name: str
     kind: str
     arrays: dict
@@ -632,16 +703,20 @@ def plan(name, value, dialect):
     if not isinstance(name, str) or not name or name == '__metadata__': raise FormatError(f'{name!r} is no name for a tensor')
     if isinstance(value, Deferred):
         kind, shape = value.type, tuple(int(n) for n in value.shape)
-        if kind not in QUANTISED + ('F32', 'F16', 'BF16'): raise FormatError(f'tensor {quoted(name)}: cannot make {kind!r}, only F32, F16, BF16 and {", ".join(QUANTISED)}')
-        return Plan(name, kind, layout(name, kind, shape, dialect, value.input_scale is not None), partial(encoded, value, dialect), value.input_scale is not None)
+        if kind not in QUANTISED + ('F32', 'F16', 'BF16'):
+            raise FormatError(f'tensor {quoted(name)}: cannot make {kind!r}, only F32, F16, BF16 and {", ".join(QUANTISED)}')
+        return Plan(name, kind, layout(name, kind, shape, dialect, value.input_scale is not None), partial(encoded, value, dialect),
+                    value.input_scale is not None)
     if isinstance(value, np.ndarray):
         if value.dtype not in ARRAY_DTYPES: raise FormatError(f'tensor {quoted(name)}: safetensors has no dtype for {value.dtype}')
         return Plan(name, ARRAY_DTYPES[value.dtype], {name: (ARRAY_DTYPES[value.dtype], value.shape)}, lambda: [[value]])
     if value.type.name in ('NVFP4', 'MXFP4') and not isinstance(value, FolderTensor): value = from_blocks(value)
     kind = kind_of(value) if isinstance(value, FolderTensor) else value.type.name if value.type.name in PLAIN_TYPES else None
-    if kind is None: raise FormatError(f'tensor {quoted(name)} of type {value.type.name} has no form in the {dialect} layout: give it as Deferred(type, shape, tensor.dequantize)')
+    if kind is None:
+        raise FormatError(f'tensor {quoted(name)} of type {value.type.name} has no form in the {dialect} layout: give it as Deferred(type, shape, tensor.dequantize)')
     with_input = kind in QUANTISED and bool({'input', 'input_divisor'} & value.scales.keys())
-    return Plan(name, kind, layout(name, kind, value.shape, dialect, with_input), (lambda: [kept(value, dialect)]) if kind in QUANTISED else partial(byte_runs, value.data), with_input)
+    return Plan(name, kind, layout(name, kind, value.shape, dialect, with_input),
+                (lambda: [kept(value, dialect)]) if kind in QUANTISED else partial(byte_runs, value.data), with_input)
 
 # %% ../../nbs/formats/02_safetensors.ipynb #326f1fd9
 def from_blocks(tensor):
@@ -652,10 +727,13 @@ def from_blocks(tensor):
     return FolderTensor(tensor.name, tensor.shape, SCALED_TYPES[tensor.type.name + '_ROWS'], packed.reshape(-1), scales)
 
 # %% ../../nbs/formats/02_safetensors.ipynb #a48c8453
-WEIGHT_ARGS = {'NVFP4': dict(num_bits=4, type='float', strategy='tensor_group', group_size=16, symmetric=True, dynamic=False), 'MXFP4': dict(num_bits=4, type='float', strategy='group', group_size=32, symmetric=True, dynamic=False),
-               'FP8': dict(num_bits=8, type='float', strategy='tensor', symmetric=True, dynamic=False), 'FP8_CHANNEL': dict(num_bits=8, type='float', strategy='channel', symmetric=True, dynamic=False),
+WEIGHT_ARGS = {'NVFP4': dict(num_bits=4, type='float', strategy='tensor_group', group_size=16, symmetric=True, dynamic=False),
+               'MXFP4': dict(num_bits=4, type='float', strategy='group', group_size=32, symmetric=True, dynamic=False),
+               'FP8': dict(num_bits=8, type='float', strategy='tensor', symmetric=True, dynamic=False),
+               'FP8_CHANNEL': dict(num_bits=8, type='float', strategy='channel', symmetric=True, dynamic=False),
                'FP8_BLOCK': dict(num_bits=8, type='float', strategy='block', block_structure=[128, 128], symmetric=True, dynamic=False)}
-COMPRESSED = {'NVFP4': 'nvfp4-pack-quantized', 'MXFP4': 'mxfp4-pack-quantized', 'FP8': 'float-quantized', 'FP8_CHANNEL': 'float-quantized', 'FP8_BLOCK': 'float-quantized'}
+COMPRESSED = {'NVFP4': 'nvfp4-pack-quantized', 'MXFP4': 'mxfp4-pack-quantized', 'FP8': 'float-quantized', 'FP8_CHANNEL': 'float-quantized',
+              'FP8_BLOCK': 'float-quantized'}
 ALGORITHMS = {'NVFP4': 'NVFP4', 'MXFP4': 'MXFP4', 'FP8': 'FP8', 'FP8_CHANNEL': 'FP8_PER_CHANNEL_PER_TOKEN', 'FP8_BLOCK': 'FP8_PB_WO'}
 GROUP_SIZES = {'NVFP4': {'group_size': 16}, 'MXFP4': {'group_size': 32}}
 
@@ -667,20 +745,27 @@ def quantization_entries(plans, dialect):
         if p.kind in QUANTISED: groups.setdefault((p.kind, p.with_input), []).append(module(p))
     if not groups: return None, None
     ignore = [module(p) for p in plans if p.kind not in QUANTISED and p.name.endswith('.weight') and len(next(iter(p.arrays.values()))[1]) >= 2]
-    if dialect == 'fp8': return dict(quant_method='fp8', activation_scheme='dynamic', fmt='e4m3', weight_block_size=[128, 128], modules_to_not_convert=ignore), None
+    if dialect == 'fp8':
+        return dict(quant_method='fp8', activation_scheme='dynamic', fmt='e4m3', weight_block_size=[128, 128], modules_to_not_convert=ignore), None
     def inputs(kind): return WEIGHT_ARGS[kind] | ({'dynamic': 'local'} if kind == 'NVFP4' else {})
-    entries = {f'group_{i}': dict(targets=['Linear'] if len(groups) == 1 else modules, weights=WEIGHT_ARGS[kind], input_activations=inputs(kind) if with_input else None) for i, ((kind, with_input), modules) in enumerate(groups.items())}
+    entries = {f'group_{i}': dict(targets=['Linear'] if len(groups) == 1 else modules, weights=WEIGHT_ARGS[kind],
+                                  input_activations=inputs(kind) if with_input else None) for i, ((kind, with_input), modules) in enumerate(groups.items())}
     if dialect == 'compressed-tensors':
         formats = [COMPRESSED[kind] for kind, _ in groups]
         for entry, form in zip(entries.values(), formats): entry |= {'output_activations': None, 'format': form}
-        return dict(quant_method='compressed-tensors', quantization_status='compressed', format=formats[0] if len(set(formats)) == 1 else 'mixed-precision', config_groups=entries, ignore=ignore, kv_cache_scheme=None), None
+        return dict(quant_method='compressed-tensors', quantization_status='compressed', format=formats[0] if len(set(formats)) == 1 else 'mixed-precision',
+                    config_groups=entries, ignore=ignore, kv_cache_scheme=None), None
     def algorithm(kind, with_input): return 'W4A16_NVFP4' if kind == 'NVFP4' and not with_input else ALGORITHMS[kind]
     producer = {'name': 'sparkinfer', 'version': '1'}
     if len(groups) == 1:
         (kind, with_input), = groups
         said = dict(quant_algo=algorithm(kind, with_input)) | GROUP_SIZES.get(kind, {})
-    else: said = dict(quant_algo='MIXED_PRECISION', quantized_layers={m: dict(quant_algo=algorithm(kind, with_input)) | GROUP_SIZES.get(kind, {}) for (kind, with_input), modules in groups.items() for m in modules})
-    return dict(quant_method='modelopt', producer=producer, config_groups=entries, ignore=ignore) | said, dict(producer=producer, quantization=said | dict(kv_cache_quant_algo=None, exclude_modules=ignore))
+    else:
+        said = dict(quant_algo='MIXED_PRECISION',
+                    quantized_layers={m: dict(quant_algo=algorithm(kind, with_input)) | GROUP_SIZES.get(kind, {})
+                                      for (kind, with_input), modules in groups.items() for m in modules})
+    return dict(quant_method='modelopt', producer=producer, config_groups=entries,
+                ignore=ignore) | said, dict(producer=producer, quantization=said | dict(kv_cache_quant_algo=None, exclude_modules=ignore))
 
 # %% ../../nbs/formats/02_safetensors.ipynb #67c1eb71
 def shards_of(plans, shard_bytes):
@@ -699,10 +784,12 @@ def write_shard(path, plans, progress):
         nbytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
         places[name] = offset, nbytes
         offset += nbytes
-    header = {'__metadata__': {'format': 'pt'}} | {name: {'dtype': dtype, 'shape': list(shape), 'data_offsets': [places[name][0], sum(places[name])]} for name, (dtype, shape) in arrays.items()}
+    header = {'__metadata__': {'format': 'pt'}} | {name: {'dtype': dtype, 'shape': list(shape), 'data_offsets': [places[name][0], sum(places[name])]}
+                                                   for name, (dtype, shape) in arrays.items()}
     text = json.dumps(header, separators=(',', ':')).encode()
     text += b' ' * (-len(text) % 8)
-    if len(text) > LARGEST_HEADER: raise FormatError(f'{len(arrays)} tensors make a header of {size_text(len(text))}, more than {size_text(LARGEST_HEADER)}: choose smaller shards')
+    if len(text) > LARGEST_HEADER:
+        raise FormatError(f'{len(arrays)} tensors make a header of {size_text(len(text))}, more than {size_text(LARGEST_HEADER)}: choose smaller shards')
     with open(path, 'xb') as f:
         f.write(len(text).to_bytes(8, 'little') + text)
         f.truncate(8 + len(text) + offset)
@@ -721,7 +808,8 @@ def write_shard(path, plans, progress):
 
 # %% ../../nbs/formats/02_safetensors.ipynb #079cf08c
 def write_folder(path, tensors, config, *, dialect='modelopt', generation_config=None, files=(), shard_bytes=5_000_000_000, progress=None):
-    """Write a model folder. tensors: name → NumPy array, `Deferred`, or `Tensor` (codes kept); config: for config.json, its `quantization_config` is written anew; dialect: 'modelopt', 'compressed-tensors' or 'fp8';
+    """Write a model folder. tensors: name → NumPy array, `Deferred`, or `Tensor` (codes kept); config: for config.json, its `quantization_config` is
+    written anew; dialect: 'modelopt', 'compressed-tensors' or 'fp8';
     files: paths that are copied along (tokenizer.json …); progress(bytes done, bytes in all, name). → the path.
     FileExistsError when the folder is there already; FormatError for what the layout cannot hold, before anything is written."""
     path = Path(path)
@@ -732,7 +820,8 @@ def write_folder(path, tensors, config, *, dialect='modelopt', generation_config
         if names & p.arrays.keys(): raise FormatError(f'{listed(names & p.arrays.keys())} would be written twice')
         names |= p.arrays.keys()
     quantization, theirs = quantization_entries(plans, dialect)
-    config = {k: v for k, v in config.items() if k not in ('quantization_config', 'compression_config')} | ({'quantization_config': quantization} if quantization else {})
+    config = ({k: v for k, v in config.items() if k not in ('quantization_config', 'compression_config')}
+              | ({'quantization_config': quantization} if quantization else {}))
     texts = {'config.json': config, 'hf_quant_config.json': theirs, 'generation_config.json': generation_config}
     shards, total, done = shards_of(plans, shard_bytes), sum(p.nbytes for p in plans), 0
     def advance(nbytes, name):
@@ -750,7 +839,8 @@ def write_folder(path, tensors, config, *, dialect='modelopt', generation_config
         if len(shards) > 1: texts[INDEX] = {'metadata': {'total_size': total}, 'weight_map': weight_map}
         for file in files: shutil.copyfile(file, beside / Path(file).name)
         for name, value in texts.items():
-            if value is not None: (beside / name).write_bytes((json.dumps(value, indent=2, ensure_ascii=False) + '\n').encode('utf-8', 'backslashreplace'))       # half a surrogate pair stays the escape that it was
+            # half a surrogate pair stays the escape that it was
+            if value is not None: (beside / name).write_bytes((json.dumps(value, indent=2, ensure_ascii=False) + '\n').encode('utf-8', 'backslashreplace'))
         try: os.rename(beside, path)
         except OSError as error:
             if path.exists(): raise FileExistsError(f'{path} exists by now, made by another program; choose another name') from error

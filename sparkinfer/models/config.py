@@ -79,14 +79,16 @@ def from_checkpoint(cls: ModelConfig, checkpoint):
     if 'config' not in metadata:
         with naming(path): return cls.from_gguf(metadata, checkpoint.tensors)
     home = path if path.is_dir() else path.parent
-    if not metadata['config']: raise FormatError(f'{home}: has no config.json, or one without a key, so nothing says what its tensors are; fetch the one that was published with them')
+    if not metadata['config']:
+        raise FormatError(f'{home}: has no config.json, or one without a key, so nothing says what its tensors are; fetch the one that was published with them')
     with naming(home / 'config.json'): return cls.from_hf(metadata['config'], checkpoint.tensors)
 
 @contextmanager
 def naming(file):
     "Puts `file` before what a FormatError or UnsupportedError says"
     try: yield
-    except (FormatError, UnsupportedError) as error: raise type(error)(f'{file}: {str(error).removeprefix("config.json: ").removeprefix("config.json ")}') from error
+    except (FormatError, UnsupportedError) as error:
+        raise type(error)(f'{file}: {str(error).removeprefix("config.json: ").removeprefix("config.json ")}') from error
 
 # %% ../../nbs/models/00_config.ipynb #6b2a30a6
 @patch(as_prop=True)
@@ -198,14 +200,16 @@ def flag(value, name):
 def several(kind):
     "Checks a list or array, element by element"
     def check(value, name):
-        if not isinstance(value, (list, tuple)) and not (isinstance(value, np.ndarray) and value.ndim == 1): raise FormatError(f'`{name}` must be a list; the file says {shown(value)}')
+        if not isinstance(value, (list, tuple)) and not (isinstance(value, np.ndarray) and value.ndim == 1):
+            raise FormatError(f'`{name}` must be a list; the file says {shown(value)}')
         if len(value) > 100_000: raise FormatError(f'`{name}` has {len(value):,} elements')
         return tuple(kind(element, name) for element in value)
     return check
 
 def plain(value):
     "The value as Python's own numbers and lists: what was an array in the file reads `[1, 2]` in a message, and compares as one value"
-    return value[:100_001].tolist() if isinstance(value, np.ndarray) and value.ndim else value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+    return (value[:100_001].tolist() if isinstance(value, np.ndarray) and value.ndim else value.tolist() if isinstance(value, (np.ndarray, np.generic))
+            else value)
 
 def shown(value):
     "A value as an error message may show it: short, whatever the file holds"
@@ -493,7 +497,8 @@ def read_hf_config(config, tensors=None):
 def check_class(names, family):
     "config.json's `architectures`: absent, or names of classes that are this family's language models, such as Qwen3ForCausalLM"
     if names is None: return
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names): raise FormatError(f'`architectures` must be a list of names; the file says {shown(names)}')
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise FormatError(f'`architectures` must be a list of names; the file says {shown(names)}')
     ours = {kind.replace('_', '') for kind in family.hf_types}
     for name in names:
         stem, _, purpose = name.partition('For')

@@ -44,8 +44,10 @@ from ..text.tokenizer import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFIN
 # %% ../../nbs/models/06_convert.ipynb #6ddd7ec4
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One tensor on its way to another file. read(rows), with a slice or an integer array along the first axis → float32 (len, *shape[1:]); tensor: the `Tensor` whose values these are, unchanged, or None;
-    members: the parts that it is a stack of; factor: what `tensor` must be multiplied by, float32 (1,) or one for each expert, where a file keeps that in a tensor of its own"""
+    """One tensor on its way to another file. read(rows), with a slice or an integer array along the first axis → float32 (len, *shape[1:]); tensor:
+    the `Tensor` whose values these are, unchanged, or None;
+    members: the parts that it is a stack of; factor: what `tensor` must be multiplied by, float32 (1,) or one for each expert, where a file keeps
+    that in a tensor of its own"""
     name: str
     shape: tuple
     read: Callable
@@ -76,7 +78,8 @@ def changed(part, change, shape=None):
 
 def rearranged(part, order):
     "The part with row order[i] in place i"
-    if len(order) > part.shape[0] or len(order) and order.max() >= part.shape[0]: raise FormatError(f'{part.name} has {part.shape[0]} rows, and by the sizes in the metadata it should have {max(len(order), order.max() + 1)}')
+    if len(order) > part.shape[0] or len(order) and order.max() >= part.shape[0]:
+        raise FormatError(f'{part.name} has {part.shape[0]} rows, and by the sizes in the metadata it should have {max(len(order), order.max() + 1)}')
     return replace(part, shape=(len(order), *part.shape[1:]), read=lambda rows: part.read(order[rows]), tensor=None, members=(), factor=None)
 
 def stacked(name, parts):
@@ -90,25 +93,33 @@ def layer_of_stack(part, index, name):
     t, factor = part.tensor, part.factor
     if t is not None and not getattr(t, 'scales', None):                       # so that some rows of it can be read without the others
         size = len(t.data) // t.shape[0]
-        return Part.of(Tensor(name, t.shape[1:], t.type, t.data[index * size:(index + 1) * size]), name, factor if factor is None or len(factor) == 1 else factor[index:index + 1])
+        return Part.of(Tensor(name, t.shape[1:], t.type, t.data[index * size:(index + 1) * size]), name,
+                       factor if factor is None or len(factor) == 1 else factor[index:index + 1])
     return Part(name, part.shape[1:], lambda rows: part.read(slice(index, index + 1))[0][rows])
 
 # %% ../../nbs/models/06_convert.ipynb #866193c3
 ARCHITECTURES = {      # config.json's model_type: (general.architecture, the class that transformers loads)
-    'llama': ('llama', 'LlamaForCausalLM'), 'mistral': ('llama', 'MistralForCausalLM'), 'qwen2': ('qwen2', 'Qwen2ForCausalLM'), 'qwen3': ('qwen3', 'Qwen3ForCausalLM'), 'qwen3_moe': ('qwen3moe', 'Qwen3MoeForCausalLM'),
-    'qwen3_next': ('qwen3next', 'Qwen3NextForCausalLM'), 'qwen3_5_text': ('qwen35', 'Qwen3_5ForCausalLM'), 'qwen3_5_moe_text': ('qwen35moe', 'Qwen3_5MoeForCausalLM')}
+    'llama': ('llama', 'LlamaForCausalLM'), 'mistral': ('llama', 'MistralForCausalLM'), 'qwen2': ('qwen2', 'Qwen2ForCausalLM'),
+    'qwen3': ('qwen3', 'Qwen3ForCausalLM'), 'qwen3_moe': ('qwen3moe', 'Qwen3MoeForCausalLM'),
+    'qwen3_next': ('qwen3next', 'Qwen3NextForCausalLM'), 'qwen3_5_text': ('qwen35', 'Qwen3_5ForCausalLM'),
+    'qwen3_5_moe_text': ('qwen35moe', 'Qwen3_5MoeForCausalLM')}
 HYBRID = ('qwen3next', 'qwen35', 'qwen35moe')
 
 MODEL_NAMES = {'embed_tokens.weight': 'token_embd.weight', 'norm.weight': 'output_norm.weight', 'lm_head.weight': 'output.weight'}
 LAYER_NAMES = {
     'input_layernorm.weight': 'attn_norm.weight', 'post_attention_layernorm.weight': 'ffn_norm.weight',
-    **{f'self_attn.{theirs}_proj.{kind}': f'attn_{ours}.{kind}' for theirs, ours in (('q', 'q'), ('k', 'k'), ('v', 'v'), ('o', 'output')) for kind in ('weight', 'bias')},
+    **{f'self_attn.{theirs}_proj.{kind}': f'attn_{ours}.{kind}' for theirs, ours in (('q', 'q'), ('k', 'k'), ('v', 'v'), ('o', 'output'))
+       for kind in ('weight', 'bias')},
     'self_attn.q_norm.weight': 'attn_q_norm.weight', 'self_attn.k_norm.weight': 'attn_k_norm.weight',
-    'linear_attn.in_proj_qkv.weight': 'attn_qkv.weight', 'linear_attn.in_proj_z.weight': 'attn_gate.weight', 'linear_attn.in_proj_a.weight': 'ssm_alpha.weight', 'linear_attn.in_proj_b.weight': 'ssm_beta.weight',
-    'linear_attn.in_proj_ba.weight': 'ssm_ba.weight', 'linear_attn.conv1d.weight': 'ssm_conv1d.weight', 'linear_attn.dt_bias': 'ssm_dt.bias', 'linear_attn.A_log': 'ssm_a', 'linear_attn.norm.weight': 'ssm_norm.weight', 'linear_attn.out_proj.weight': 'ssm_out.weight',
+    'linear_attn.in_proj_qkv.weight': 'attn_qkv.weight', 'linear_attn.in_proj_z.weight': 'attn_gate.weight', 'linear_attn.in_proj_a.weight': 'ssm_alpha.weight',
+    'linear_attn.in_proj_b.weight': 'ssm_beta.weight',
+    'linear_attn.in_proj_ba.weight': 'ssm_ba.weight', 'linear_attn.conv1d.weight': 'ssm_conv1d.weight', 'linear_attn.dt_bias': 'ssm_dt.bias',
+    'linear_attn.A_log': 'ssm_a', 'linear_attn.norm.weight': 'ssm_norm.weight', 'linear_attn.out_proj.weight': 'ssm_out.weight',
     **{f'mlp.{part}_proj.weight': f'ffn_{part}.weight' for part in ('gate', 'up', 'down')}, 'mlp.gate.weight': 'ffn_gate_inp.weight',
-    **{f'mlp.shared_expert.{part}_proj.weight': f'ffn_{part}_shexp.weight' for part in ('gate', 'up', 'down')}, 'mlp.shared_expert_gate.weight': 'ffn_gate_inp_shexp.weight'}
-MTP_NAMES = {'fc.weight': 'nextn.eh_proj.weight', 'pre_fc_norm_embedding.weight': 'nextn.enorm.weight', 'pre_fc_norm_hidden.weight': 'nextn.hnorm.weight', 'norm.weight': 'nextn.shared_head_norm.weight'}
+    **{f'mlp.shared_expert.{part}_proj.weight': f'ffn_{part}_shexp.weight' for part in ('gate', 'up', 'down')},
+    'mlp.shared_expert_gate.weight': 'ffn_gate_inp_shexp.weight'}
+MTP_NAMES = {'fc.weight': 'nextn.eh_proj.weight', 'pre_fc_norm_embedding.weight': 'nextn.enorm.weight', 'pre_fc_norm_hidden.weight': 'nextn.hnorm.weight',
+             'norm.weight': 'nextn.shared_head_norm.weight'}
 
 # %% ../../nbs/models/06_convert.ipynb #323bf7bb
 def layer_names(architecture):
@@ -155,7 +166,8 @@ def rope_order(rows, heads):
 
 def value_order(rows, heads, size, kept=0):
     "After `kept` rows that stay: rows of value heads, `size` each, from grouped to tiled. FormatError when these are not `rows` together"
-    if kept + heads.linear_values * size != rows or heads.linear_values % heads.linear_keys: raise FormatError(f'{heads.linear_values} value heads of {size} rows after {kept} make no {rows} rows')
+    if kept + heads.linear_values * size != rows or heads.linear_values % heads.linear_keys:
+        raise FormatError(f'{heads.linear_values} value heads of {size} rows after {kept} make no {rows} rows')
     order = np.arange(heads.linear_values).reshape(heads.linear_keys, -1).T.ravel()
     return np.concatenate([np.arange(kept), kept + (order[:, None] * size + np.arange(size)).ravel()])
 
@@ -174,20 +186,25 @@ class Change:
 def rows_in(order): return Change(lambda p: rearranged(p, order), lambda p: rearranged(p, inverse(order)))
 def columns_in(order):
     def taken(p, order):
-        if len(order) != p.shape[-1] or order.max() >= len(order): raise FormatError(f'{p.name} has {p.shape[-1]} columns, and by the sizes in the metadata it should have {order.max() + 1}')
+        if len(order) != p.shape[-1] or order.max() >= len(order):
+            raise FormatError(f'{p.name} has {p.shape[-1]} columns, and by the sizes in the metadata it should have {order.max() + 1}')
         return changed(p, lambda v: v[..., order])
     return Change(lambda p: taken(p, order), lambda p: taken(p, inverse(order)))
 
 ONE_ADDED = Change(lambda p: changed(p, lambda v: v + 1), lambda p: changed(p, lambda v: v - 1))
 DECAY = Change(lambda p: changed(p, lambda v: -np.exp(v)), lambda p: changed(p, lambda v: np.log(-v)))
-SQUEEZED = Change(lambda p: changed(p, lambda v: v.reshape(len(v), -1), (p.shape[0], p.shape[-1])), lambda p: changed(p, lambda v: v[:, None], (p.shape[0], 1, p.shape[1])))
-FLAT = Change(lambda p: Part(p.name, p.shape[1:], lambda rows: p.read(slice(None))[0][rows]), lambda p: Part(p.name, (1, *p.shape), lambda rows: p.read(slice(None))[None]))
+SQUEEZED = Change(lambda p: changed(p, lambda v: v.reshape(len(v), -1), (p.shape[0], p.shape[-1])),
+                  lambda p: changed(p, lambda v: v[:, None], (p.shape[0], 1, p.shape[1])))
+FLAT = Change(lambda p: Part(p.name, p.shape[1:], lambda rows: p.read(slice(None))[0][rows]),
+              lambda p: Part(p.name, (1, *p.shape), lambda rows: p.read(slice(None))[None]))
 
 # %% ../../nbs/models/06_convert.ipynb #95ef62c2
 def changes(architecture, inner, shape, heads):
-    "The `Change`s between HF and GGUF for a tensor: inner: its GGUF name inside a layer (or the whole name); shape: (rows, …), the same in both worlds where it matters"
+    """The `Change`s between HF and GGUF for a tensor: inner: its GGUF name inside a layer (or the whole name); shape: (rows, …), the same in both
+    worlds where it matters"""
     rows = shape[0]
-    if architecture == 'llama' and inner.startswith(('attn_q.', 'attn_k.')): return [rows_in(rope_order(rows, heads.query if inner.startswith('attn_q') else heads.key_value))]
+    if architecture == 'llama' and inner.startswith(('attn_q.', 'attn_k.')):
+        return [rows_in(rope_order(rows, heads.query if inner.startswith('attn_q') else heads.key_value))]
     if inner == 'ffn_gate_inp_shexp.weight': return [FLAT]
     if architecture not in HYBRID: return []
     if 'norm' in inner and inner != 'ssm_norm.weight': return [ONE_ADDED]
@@ -201,8 +218,10 @@ def changes(architecture, inner, shape, heads):
     return found
 
 def next_orders(heads, values, rows):
-    "qwen3next's fused in_proj_qkvz of `rows`: (row orders that take q, k, v and z out of it). values: value rows for each key head. FormatError when the heads do not make these rows"
-    if heads.linear_keys * (2 * heads.linear_size + 2 * values) != rows: raise FormatError(f'{heads.linear_keys} key heads of {heads.linear_size}, with {values} rows of values each, make no {rows} rows of in_proj_qkvz')
+    """qwen3next's fused in_proj_qkvz of `rows`: (row orders that take q, k, v and z out of it). values: value rows for each key head. FormatError
+    when the heads do not make these rows"""
+    if heads.linear_keys * (2 * heads.linear_size + 2 * values) != rows:
+        raise FormatError(f'{heads.linear_keys} key heads of {heads.linear_size}, with {values} rows of values each, make no {rows} rows of in_proj_qkvz')
     start = np.arange(heads.linear_keys)[:, None] * (2 * heads.linear_size + 2 * values)
     take = lambda first, count: (start + first + np.arange(count)).ravel()
     size = heads.linear_size
@@ -210,10 +229,15 @@ def next_orders(heads, values, rows):
 
 # %% ../../nbs/models/06_convert.ipynb #2cd447c2
 KEYS = {     # field of `ModelConfig`: (config.json, GGUF after `architecture.`)
-    'context_length': ('max_position_embeddings', 'context_length'), 'hidden_size': ('hidden_size', 'embedding_length'), 'intermediate_size': ('intermediate_size', 'feed_forward_length'), 'vocab_size': ('vocab_size', 'vocab_size'),
-    'num_heads': ('num_attention_heads', 'attention.head_count'), 'num_kv_heads': ('num_key_value_heads', 'attention.head_count_kv'), 'head_dim': ('head_dim', 'attention.key_length'), 'norm_eps': ('rms_norm_eps', 'attention.layer_norm_rms_epsilon'),
-    'num_experts': ('num_experts', 'expert_count'), 'experts_per_token': ('num_experts_per_tok', 'expert_used_count'), 'expert_size': ('moe_intermediate_size', 'expert_feed_forward_length'), 'shared_size': ('shared_expert_intermediate_size', 'expert_shared_feed_forward_length'),
-    'delta_conv': ('linear_conv_kernel_dim', 'ssm.conv_kernel'), 'delta_key_dim': ('linear_key_head_dim', 'ssm.state_size'), 'delta_key_heads': ('linear_num_key_heads', 'ssm.group_count'), 'delta_value_heads': ('linear_num_value_heads', 'ssm.time_step_rank')}
+    'context_length': ('max_position_embeddings', 'context_length'), 'hidden_size': ('hidden_size', 'embedding_length'),
+    'intermediate_size': ('intermediate_size', 'feed_forward_length'), 'vocab_size': ('vocab_size', 'vocab_size'),
+    'num_heads': ('num_attention_heads', 'attention.head_count'), 'num_kv_heads': ('num_key_value_heads', 'attention.head_count_kv'),
+    'head_dim': ('head_dim', 'attention.key_length'), 'norm_eps': ('rms_norm_eps', 'attention.layer_norm_rms_epsilon'),
+    'num_experts': ('num_experts', 'expert_count'), 'experts_per_token': ('num_experts_per_tok', 'expert_used_count'),
+    'expert_size': ('moe_intermediate_size', 'expert_feed_forward_length'),
+    'shared_size': ('shared_expert_intermediate_size', 'expert_shared_feed_forward_length'),
+    'delta_conv': ('linear_conv_kernel_dim', 'ssm.conv_kernel'), 'delta_key_dim': ('linear_key_head_dim', 'ssm.state_size'),
+    'delta_key_heads': ('linear_num_key_heads', 'ssm.group_count'), 'delta_value_heads': ('linear_num_value_heads', 'ssm.time_step_rank')}
 AS_LLAMA = ('qwen2', 'mistral')
 
 def family_of(metadata):
@@ -226,9 +250,11 @@ def as_llama(metadata):
     "The metadata of a qwen2 or mistral checkpoint in the words of a llama; of other families as it is"
     if 'config' in metadata:
         text = text_part(metadata['config'])
-        return metadata | {'config': {**text, 'text_config': None, 'architectures': None, 'model_type': 'llama'}} if text.get('model_type') in AS_LLAMA else metadata
+        return (metadata | {'config': {**text, 'text_config': None, 'architectures': None, 'model_type': 'llama'}} if text.get('model_type') in AS_LLAMA
+                else metadata)
     name = metadata.get('general.architecture')
-    return metadata if not isinstance(name, str) or name not in AS_LLAMA else {re.sub(f'^{name}[.]', 'llama.', key): value for key, value in metadata.items()} | {'general.architecture': 'llama'}
+    return metadata if not isinstance(name, str) or name not in AS_LLAMA else {re.sub(f'^{name}[.]', 'llama.', key): value
+                                                                               for key, value in metadata.items()} | {'general.architecture': 'llama'}
 
 # %% ../../nbs/models/06_convert.ipynb #de21c419
 def full_interval(kinds):
@@ -251,15 +277,19 @@ def rope_entries(config, architecture):
 def gguf_metadata(config, architecture, name=''):
     "`ModelConfig` → GGUF metadata without the tokenizer. UnsupportedError for a variant that GGUF has no words for."
     if config.num_experts:
-        if not config.norm_topk: raise UnsupportedError('config.json: norm_topk_prob is false, but readers of GGUF files always normalise the weights of the chosen experts')
-        if 'dense' in config.ffn_kinds: raise UnsupportedError('config.json: some layers have no experts (decoder_sparse_step, mlp_only_layers); GGUF has no word for that')
-    found = {ours: getattr(config, field) for field, (_, ours) in KEYS.items() if getattr(config, field)} | {'block_count': config.num_layers + config.num_mtp_layers, 'attention.value_length': config.head_dim}
+        if not config.norm_topk:
+            raise UnsupportedError('config.json: norm_topk_prob is false, but readers of GGUF files always normalise the weights of the chosen experts')
+        if 'dense' in config.ffn_kinds:
+            raise UnsupportedError('config.json: some layers have no experts (decoder_sparse_step, mlp_only_layers); GGUF has no word for that')
+    found = {ours: getattr(config, field) for field, (_, ours) in KEYS.items()
+             if getattr(config, field)} | {'block_count': config.num_layers + config.num_mtp_layers, 'attention.value_length': config.head_dim}
     found |= rope_entries(config, architecture)
     if config.num_mtp_layers: found['nextn_predict_layers'] = config.num_mtp_layers
     if architecture in HYBRID:
         if config.delta_value_dim != config.delta_key_dim: raise UnsupportedError('config.json: linear_key_head_dim and linear_value_head_dim differ')
         found |= {'full_attention_interval': full_interval(config.layer_kinds), 'ssm.inner_size': config.delta_value_size}
-    return {'general.architecture': architecture, 'general.type': 'model', 'general.name': str(name) or architecture} | {f'{architecture}.{key}': value for key, value in found.items()}
+    return {'general.architecture': architecture, 'general.type': 'model',
+            'general.name': str(name) or architecture} | {f'{architecture}.{key}': value for key, value in found.items()}
 
 # %% ../../nbs/models/06_convert.ipynb #7ffbc3f8
 def hf_config(config, architecture, tied, dtype='bfloat16', ids=()):
@@ -269,10 +299,13 @@ def hf_config(config, architecture, tied, dtype='bfloat16', ids=()):
     rope = {'rope_type': 'default', 'rope_theta': config.rope_theta} | ({'rope_type': 'linear', 'factor': config.rope_scale} if config.rope_scale != 1 else {})
     if config.rope_dim != config.head_dim: rope['partial_rotary_factor'] = config.rope_dim / config.head_dim
     if config.rope_sections: rope |= {'mrope_section': list(config.rope_sections), 'mrope_interleaved': True}
-    if architecture in HYBRID: found |= {'linear_value_head_dim': config.delta_value_dim, 'layer_types': ['full_attention' if kind == 'attention' else 'linear_attention' for kind in config.layer_kinds]}
+    if architecture in HYBRID:
+        found |= {'linear_value_head_dim': config.delta_value_dim,
+                  'layer_types': ['full_attention' if kind == 'attention' else 'linear_attention' for kind in config.layer_kinds]}
     if config.num_experts: found |= {'norm_topk_prob': config.norm_topk, 'decoder_sparse_step': 1, 'mlp_only_layers': []}
     found.setdefault('intermediate_size', config.expert_size)
-    return {'architectures': [ARCHITECTURES[kind][1]], 'model_type': kind} | found | dict(ids) | {'rope_parameters': rope, 'hidden_act': 'silu', 'tie_word_embeddings': tied, 'dtype': dtype}
+    return {'architectures': [ARCHITECTURES[kind][1]],
+            'model_type': kind} | found | dict(ids) | {'rope_parameters': rope, 'hidden_act': 'silu', 'tie_word_embeddings': tied, 'dtype': dtype}
 
 # %% ../../nbs/models/06_convert.ipynb #79bfb65e
 TRAPS = "It's I'LL  3 12345 x  12\n\n  \t y=2;\r\n'tis «Ünï» e\u0301a\u0308 ... don't!!\n #2 नमस्ते 你好 a1b22 \u00a0z   "
@@ -288,7 +321,8 @@ def rule_of(tokenizer, ignore_merges):
 
 # %% ../../nbs/models/06_convert.ipynb #46fc866a
 def gguf_tokenizer(metadata, tokenizer):
-    "The `tokenizer.*` keys for a folder's metadata (as `open_folder` gives it) and the `Tokenizer` of the same folder, which has checked its files. There is a token for each row of the embedding."
+    """The `tokenizer.*` keys for a folder's metadata (as `open_folder` gives it) and the `Tokenizer` of the same folder, which has checked its files.
+    There is a token for each row of the embedding."""
     path, settings, count = Path(metadata['tokenizer.json']), metadata.get('tokenizer_config', {}), tokenizer.vocab_size
     described = json.loads(path.read_text('utf-8'))
     model, added = described['model'], described.get('added_tokens') or []
@@ -298,7 +332,8 @@ def gguf_tokenizer(metadata, tokenizer):
     tokens, types, ids = [f'[PAD{i}]' for i in range(count)], np.full(count, UNUSED, np.int32), {**model['vocab'], **{t['content']: t['id'] for t in added}}
     for token, i in ids.items(): tokens[i], types[i] = token, NORMAL
     for t in added: types[t['id']] = CONTROL if t.get('special') else USER_DEFINED
-    found = {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': rule_of(theirs, bool(model.get('ignore_merges'))), 'tokenizer.ggml.tokens': tokens, 'tokenizer.ggml.token_type': types,
+    found = {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': rule_of(theirs, bool(model.get('ignore_merges'))), 'tokenizer.ggml.tokens': tokens,
+             'tokenizer.ggml.token_type': types,
              'tokenizer.ggml.merges': [m if isinstance(m, str) else ' '.join(m) for m in model['merges']]}
     padding = settings.get('pad_token')
     padding = padding.get('content') if isinstance(padding, dict) else padding
@@ -317,7 +352,9 @@ def write_hf_tokenizer(metadata, folder):
     if metadata.get('tokenizer.ggml.model') != 'gpt2': return []
     rule, tokens = pre_tokenizer(metadata['tokenizer.ggml.pre']), metadata['tokenizer.ggml.tokens']
     types = np.asarray(metadata.get('tokenizer.ggml.token_type', np.full(len(tokens), NORMAL)))
-    try: tokenizer = hf.Tokenizer(hf.models.BPE({token: i for i, token in enumerate(tokens)}, [tuple(m.split(' ')) for m in metadata['tokenizer.ggml.merges']], ignore_merges=rule.ignore_merges))
+    try:
+        tokenizer = hf.Tokenizer(hf.models.BPE({token: i for i, token in enumerate(tokens)}, [tuple(m.split(' ')) for m in metadata['tokenizer.ggml.merges']],
+                                               ignore_merges=rule.ignore_merges))
     except Exception as error: raise FormatError(f'tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {error}') from None
     if rule.nfc: tokenizer.normalizer = hf.normalizers.NFC()
     tokenizer.pre_tokenizer = hf.pre_tokenizers.Sequence([*rule.stages(), hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -326,9 +363,11 @@ def write_hf_tokenizer(metadata, folder):
     tokenizer.add_tokens([hf.AddedToken(tokens[i], normalized=False) for i in np.flatnonzero(types == USER_DEFINED)])
     named = {f'{word}_token': tokens[i] for key, word in (('bos', 'bos'), ('eos', 'eos'), ('padding', 'pad')) if (i := token_id(metadata, key)) is not None}
     if metadata.get('tokenizer.ggml.add_bos_token', rule.add_bos) and 'bos_token' in named:
-        tokenizer.post_processor = hf.processors.TemplateProcessing(single=f'{named["bos_token"]} $A', pair=f'{named["bos_token"]} $A $B', special_tokens=[(named['bos_token'], token_id(metadata, 'bos'))])
+        tokenizer.post_processor = hf.processors.TemplateProcessing(single=f'{named["bos_token"]} $A', pair=f'{named["bos_token"]} $A $B',
+                                                                    special_tokens=[(named['bos_token'], token_id(metadata, 'bos'))])
     (folder / 'tokenizer.json').write_text(tokenizer.to_str(pretty=True), 'utf-8')
-    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False, 'model_max_length': metadata.get(f'{metadata["general.architecture"]}.context_length', 1 << 20)} | named
+    settings = {'tokenizer_class': 'PreTrainedTokenizerFast', 'clean_up_tokenization_spaces': False,
+                'model_max_length': metadata.get(f'{metadata["general.architecture"]}.context_length', 1 << 20)} | named
     (folder / 'tokenizer_config.json').write_text(json.dumps(settings, indent=2, ensure_ascii=False) + '\n', 'utf-8')
     template = metadata.get('tokenizer.chat_template')
     if template: (folder / 'chat_template.jinja').write_text(template, 'utf-8')
@@ -337,7 +376,8 @@ def write_hf_tokenizer(metadata, folder):
 # %% ../../nbs/models/06_convert.ipynb #2ee17654
 @dataclass
 class Model:
-    "A checkpoint ready to be written: GGUF metadata (and `kinds` as stored), parts by GGUF name; `skipped`: names that were left out on purpose; `source`: the open checkpoint"
+    """A checkpoint ready to be written: GGUF metadata (and `kinds` as stored), parts by GGUF name; `skipped`: names that were left out on purpose;
+    `source`: the open checkpoint"""
     metadata: dict
     parts: dict
     kinds: dict = field(default_factory=dict)
@@ -354,7 +394,8 @@ class Model:
     def tied(self): return 'output.weight' not in self.parts
 
 def as_asked(tensors, weights):
-    "The tensors in the shapes in which the model uses them, where they have axes of one more or less: what is computed with by name, row and column below must be what `run` computes with"
+    """The tensors in the shapes in which the model uses them, where they have axes of one more or less: what is computed with by name, row and column
+    below must be what `run` computes with"""
     shapes = {t.name: t.shape for t in weights.table.values() if isinstance(t, Tensor)}
     odd = {name: replace(t, shape=shapes[name]) for name, t in tensors.items() if shapes.get(name, t.shape) != t.shape}
     return {name: odd.get(name, t) for name, t in tensors.items()}
@@ -365,27 +406,31 @@ FUSED = re.compile(r'(.*\.mlp\.experts)\.(gate_up|down)_proj(?:\.weight)?')
 
 # %% ../../nbs/models/06_convert.ipynb #c4cee711
 def checked(checkpoint):
-    """What `sparkinfer run` asks of an open checkpoint before it computes: values of the metadata, every tensor with its shape and type, a tokenizer of the right size, a chat template that can be read → (ModelConfig, Weights, Tokenizer).
+    """What `sparkinfer run` asks of an open checkpoint before it computes: values of the metadata, every tensor with its shape and type, a tokenizer
+    of the right size, a chat template that can be read → (ModelConfig, Weights, Tokenizer).
     FormatError or UnsupportedError as there, an unknown family among them: nobody here could say which of its tensors must stay as they are."""
     path, metadata, biases, view = checkpoint.path, as_llama(checkpoint.metadata), {}, checkpoint
     home = path if path.is_dir() else path.parent
     if metadata is not checkpoint.metadata:                                    # qwen2, mistral: a llama, and what it has besides
         biases = {name: t for name, t in checkpoint.tensors.items() if name.endswith('.bias')}
-        view = SimpleNamespace(path=path, metadata=metadata, tensors={name: t for name, t in checkpoint.tensors.items() if name not in biases}, release=checkpoint.release)
+        view = SimpleNamespace(path=path, metadata=metadata, tensors={name: t for name, t in checkpoint.tensors.items() if name not in biases},
+                               release=checkpoint.release)
     config = ModelConfig.from_checkpoint(view)
     weights = Weights.from_checkpoint(view, config)
     for name, t in biases.items():
         beside = view.tensors.get(name.removesuffix('bias') + 'weight')
         if beside is None or t.shape != beside.shape[:1]: raise FormatError(f'{path}: tensor {quoted(name)} of {t.shape} fits no weight beside it')
     tokenizer = Tokenizer.from_folder(home) if 'config' in metadata else Tokenizer.from_gguf(metadata)
-    if tokenizer.vocab_size != config.vocab_size: raise FormatError(f'{path}: the tokenizer has {tokenizer.vocab_size:,} tokens and the embedding {config.vocab_size:,} rows; the file is damaged or was put together from two models')
+    if tokenizer.vocab_size != config.vocab_size:
+        raise FormatError(f'{path}: the tokenizer has {tokenizer.vocab_size:,} tokens and the embedding {config.vocab_size:,} rows; the file is damaged or was put together from two models')
     if 'tokenizer.chat_template' in metadata: ChatTemplate.from_gguf(metadata, tokenizer)
     return config, weights, tokenizer
 
 # %% ../../nbs/models/06_convert.ipynb #b156febe
 def gguf_model(checkpoint, config, weights, tokenizer):
     "A `Model` of an open GGUF file and what `checked` found in it. The factor of an NVFP4 tensor, `….scale` beside it, becomes part of the part."
-    beside = {f'{stem}.weight': name for name in checkpoint.tensors if name.endswith('.scale') and f'{(stem := name.removesuffix(".scale"))}.weight' in checkpoint.tensors}
+    beside = {f'{stem}.weight': name for name in checkpoint.tensors if name.endswith('.scale')
+              and f'{(stem := name.removesuffix(".scale"))}.weight' in checkpoint.tensors}
     factor = lambda name: checkpoint.tensors[beside[name]].dequantize() if name in beside else None
     tensors = as_asked(checkpoint.tensors, weights)
     parts = {name: Part.of(t, factor=factor(name)) for name, t in tensors.items() if name not in beside.values()}
@@ -402,7 +447,9 @@ def expert_parts(tensors):
             p, of = Part.of(t), stacks.setdefault(found[1], {})
             half = t.shape[1] // 2
             if found[2] == 'down': of['down'] = p
-            else: of |= {'gate': changed(p, lambda v, half=half: v[:, :half], (t.shape[0], half, t.shape[2])), 'up': changed(p, lambda v, half=half: v[:, half:], (t.shape[0], half, t.shape[2]))}
+            else:
+                of |= {'gate': changed(p, lambda v, half=half: v[:, :half], (t.shape[0], half, t.shape[2])),
+                       'up': changed(p, lambda v, half=half: v[:, half:], (t.shape[0], half, t.shape[2]))}
         else: continue
         used.add(name)
     for (where, which), experts in single.items():
@@ -422,7 +469,8 @@ def as_stored(tensors, weights):
 
 def folder_model(checkpoint, config, weights, tokenizer):
     "A `Model` of an open folder and what `checked` found in it. UnsupportedError lists tensors that no rule knows."
-    tensors, architecture, heads, layers, parts, unknown = as_stored(checkpoint.tensors, weights), family_of(checkpoint.metadata), Heads.of(config), config.num_layers, {}, []
+    tensors, architecture, heads, layers, parts, unknown = as_stored(checkpoint.tensors,
+                                                                     weights), family_of(checkpoint.metadata), Heads.of(config), config.num_layers, {}, []
     stacks, used = expert_parts(tensors)
     skipped = [name for name in tensors if any(fnmatchcase(name, pattern) for pattern in LEFT_OUT) or (name == 'lm_head.weight' and config.tie_embeddings)]
     def add(new, part):
@@ -556,7 +604,8 @@ def nvfp4_entries(part, method, release):
             at += len(values)
             yield np.concatenate(shared_out(encoder, values.reshape(-1, 64)))
             release(values.size)
-    make = partial(blocks_of, part, quant_type('NVFP4'), method, release) if part.factor is not None and part.tensor.type.name == 'NVFP4' else repacked if kept else blocks
+    make = partial(blocks_of, part, quant_type('NVFP4'), method,
+                   release) if part.factor is not None and part.tensor.type.name == 'NVFP4' else repacked if kept else blocks
     return {part.name: ('NVFP4', part.shape, make), part.name.removesuffix('.weight') + '.scale': ('F32', (count,), lambda: [made['factors']])}
 
 # %% ../../nbs/models/06_convert.ipynb #540dd558
@@ -564,7 +613,8 @@ def need_matches(maps, names, target):
     "UnsupportedError naming the maps ('pattern=TYPE', as they were typed) whose pattern is like no name in the target, with a name that is one"
     unused = [str(entry) for entry in maps if not any(fnmatchcase(name, str(entry).rpartition('=')[0]) for name in names)]
     example = next((name for name in names if name.endswith(('attn_v.weight', 'v_proj.weight'))), next(iter(names), None))
-    if unused: raise UnsupportedError(f'--map {", ".join(map(quoted, unused))} matches nothing: patterns are for the names that tensors have in {Path(target).name}, such as {printable(str(example))}')
+    if unused:
+        raise UnsupportedError(f'--map {", ".join(map(quoted, unused))} matches nothing: patterns are for the names that tensors have in {Path(target).name}, such as {printable(str(example))}')
 
 def stay_as(maps, names, stays):
     "What to tell of tensors that a map matches and that stay as they are: (line,) or (). stays(name, wanted type) → the type they keep, or None"
@@ -580,12 +630,14 @@ def gguf_types(model, to, maps, target):
     def chosen(name, part):
         if part.tensor is not None and part.tensor.type.name in ('I8', 'I16', 'I32', 'I64', 'F64'): return part.tensor.type.name
         return choose_type(name, part.shape, asked, model.trunk_layers, model.tied, pairs)
-    return {name: chosen(name, part) for name, part in model.parts.items()}, stay_as(pairs, model.parts, lambda name, wanted: 'F32' if kept_float(name, model.parts[name].shape, wanted) else None)
+    return {name: chosen(name, part) for name, part in model.parts.items()}, stay_as(pairs, model.parts, lambda name, wanted: 'F32'
+                                                                                     if kept_float(name, model.parts[name].shape, wanted) else None)
 
 # %% ../../nbs/models/06_convert.ipynb #b3c2686e
 @dataclass
 class Conversion:
-    "What `convert` did. rows: (name, shape, type before, type after, bytes) for each tensor; skipped: names that were left out on purpose; notes: what a reader should know besides, a line each"
+    """What `convert` did. rows: (name, shape, type before, type after, bytes) for each tensor; skipped: names that were left out on purpose; notes:
+    what a reader should know besides, a line each"""
     path: Path
     rows: list
     skipped: tuple = ()
@@ -602,9 +654,11 @@ class Conversion:
         for _, shape, _, after, nbytes in self.rows:
             count, size, total = totals.get(after, (0, 0, 0))
             totals[after] = count + 1, size + int(np.prod(shape, dtype=np.int64)), total + nbytes
-        lines = [f'{after:12} {count:6} tensors {size:15,} weights {size_text(total):>9}' for after, (count, size, total) in sorted(totals.items(), key=lambda item: -item[1][2])]
+        lines = [f'{after:12} {count:6} tensors {size:15,} weights {size_text(total):>9}'
+                 for after, (count, size, total) in sorted(totals.items(), key=lambda item: -item[1][2])]
         left = [f'left out: {len(self.skipped)} tensors, such as {printable(self.skipped[0])}'] if self.skipped else []
-        return '\n'.join([f'{printable(self.path.name)}: {size_text(self.nbytes)}, {8 * self.nbytes / max(1, self.weights):.2f} bits per weight', *lines, *left, *self.notes])
+        return '\n'.join([f'{printable(self.path.name)}: {size_text(self.nbytes)}, {8 * self.nbytes / max(1, self.weights):.2f} bits per weight', *lines,
+                          *left, *self.notes])
 
 # %% ../../nbs/models/06_convert.ipynb #b9b01fee
 def type_before(part): return part.tensor.type.name if part.tensor is not None else 'changed'
@@ -621,10 +675,13 @@ def write_as_gguf(model, target, to, maps=(), refit=False, progress=None):
         else: tensors[name] = quant, part.shape, partial(blocks_of, part, quant, 'nearest' if quant.name in SIMPLE_CODES else k_method, release)
     sizes = {name: quant_type(quant).nbytes(int(np.prod(shape, dtype=np.int64))) for name, (quant, shape, _) in tensors.items()}
     need_room(target, sum(sizes.values()))
-    metadata = {key: value for key, value in model.metadata.items() if not key.startswith(('quantize.', 'split.'))} | {'general.file_type': recipe(to).file_type}
+    metadata = {key: value for key, value in model.metadata.items()
+                if not key.startswith(('quantize.', 'split.'))} | {'general.file_type': recipe(to).file_type}
     if any(quant_type(name).block_size > 1 for name in types.values()): metadata['general.quantization_version'] = 2
-    write_gguf(target, metadata, counted(tensors, sum(sizes.values()), progress), kinds={key: kind for key, kind in model.kinds.items() if metadata.get(key) is model.metadata.get(key)})
-    return Conversion(Path(target), [(name, part.shape, type_before(part), types[name], sizes[name]) for name, part in model.parts.items()], model.skipped, notes=notes)
+    write_gguf(target, metadata, counted(tensors, sum(sizes.values()), progress),
+               kinds={key: kind for key, kind in model.kinds.items() if metadata.get(key) is model.metadata.get(key)})
+    return Conversion(Path(target), [(name, part.shape, type_before(part), types[name], sizes[name]) for name, part in model.parts.items()],
+                      model.skipped, notes=notes)
 
 # %% ../../nbs/models/06_convert.ipynb #cf0c64ab
 def counted(tensors, total, progress):
@@ -648,19 +705,22 @@ def sweep(target):
 
 @contextmanager
 def writing(target):
-    "A disk that fills up, a limit on the size of files, a folder without permission: SparkinferError that names the target, which the writers have removed by then"
+    """A disk that fills up, a limit on the size of files, a folder without permission: SparkinferError that names the target, which the writers have
+    removed by then"""
     try: yield
     except SparkinferError: raise
     except FileExistsError as e: raise SparkinferError(str(e)) from e
     except OSError as e: raise SparkinferError(f'{target} cannot be written: {e.strerror or e}. Nothing is left of it') from e
 
 def new_place(target):
-    "SparkinferError where something has the name `target` already, or nothing can get it: no such folder, a file in place of one, no permission, a file system without room for names. It is tried, since permissions do not tell."
+    """SparkinferError where something has the name `target` already, or nothing can get it: no such folder, a file in place of one, no permission, a
+    file system without room for names. It is tried, since permissions do not tell."""
     target = Path(target)
     if os.path.lexists(target): raise SparkinferError(f'{target} exists already; choose another name')
     parent = target.absolute().parent
     try:
-        if not parent.is_dir(): raise SparkinferError(f'{target} cannot be written: {parent} is {"a file, not a folder" if parent.exists() else "not there; make that folder first"}')
+        if not parent.is_dir():
+            raise SparkinferError(f'{target} cannot be written: {parent} is {"a file, not a folder" if parent.exists() else "not there; make that folder first"}')
         probe = parent / f'.{target.name}.{os.getpid()}.part'
         os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         probe.unlink()
@@ -673,7 +733,8 @@ def need_room(target, nbytes):
 
 # %% ../../nbs/models/06_convert.ipynb #d005f5ed
 FOLDER_KINDS = ('BF16', 'F16', 'F32', *QUANTISED)
-FOLDER_PLAIN = ('*norm*', '*embed*', 'lm_head*', '*.mlp.gate.weight', '*shared_expert_gate*', '*conv1d*', '*.in_proj_a.*', '*.in_proj_b.*', '*.in_proj_ba.*', '*visual*', 'mtp.*')
+FOLDER_PLAIN = ('*norm*', '*embed*', 'lm_head*', '*.mlp.gate.weight', '*shared_expert_gate*', '*conv1d*', '*.in_proj_a.*', '*.in_proj_b.*', '*.in_proj_ba.*',
+                '*visual*', 'mtp.*')
 FOLDER_EXACT = ('*.A_log', '*.dt_bias', '*.linear_attn.norm.weight')
 FOLDER_STAYS = ('*norm*', '*.mlp.gate.weight', '*shared_expert_gate*', '*conv1d*', *FOLDER_EXACT)          # not even when a map asks
 
@@ -687,14 +748,18 @@ def folder_kind(name, shape, to, maps):
         if fnmatchcase(name, pattern) and not left_plain(name, shape, wanted): return wanted
         if fnmatchcase(name, pattern): break
     plain = to if to not in QUANTISED else 'BF16'
-    if to in QUANTISED and len(shape) > 1 and name.endswith('.weight') and not shape[-1] % {'NVFP4': 16, 'MXFP4': 32}.get(to, 1) and not any(fnmatchcase(name, p) for p in FOLDER_PLAIN): return to
+    if to in QUANTISED and len(shape) > 1 and name.endswith('.weight') and not shape[-1] % {'NVFP4': 16,
+                                                                                            'MXFP4': 32}.get(to, 1) and not any(fnmatchcase(name, p)
+                                                                                                                                for p in FOLDER_PLAIN):
+        return to
     return 'F32' if any(fnmatchcase(name, p) for p in FOLDER_EXACT) else plain
 
 def folder_maps(maps):
     "['pattern=KIND', …] for a folder → [(pattern, kind)]"
     pairs = [(pattern, kind.strip().upper()) for pattern, _, kind in (str(entry).rpartition('=') for entry in maps)]
     for entry, (pattern, kind) in zip(maps, pairs):
-        if not pattern or kind not in FOLDER_KINDS: raise UnsupportedError(f"--map {entry!r}: for a folder it is 'PATTERN=TYPE' with one of {', '.join(FOLDER_KINDS)}, such as '*.v_proj.weight=BF16'")
+        if not pattern or kind not in FOLDER_KINDS:
+            raise UnsupportedError(f"--map {entry!r}: for a folder it is 'PATTERN=TYPE' with one of {', '.join(FOLDER_KINDS)}, such as '*.v_proj.weight=BF16'")
     return pairs
 
 # %% ../../nbs/models/06_convert.ipynb #80bf0709
@@ -734,7 +799,8 @@ def deferred(part, kind, largest=None):
     "A part as something that `write_folder` takes: the tensor itself where nothing changes, else a promise"
     if stays(part, kind): return part.tensor
     encoder = {'NVFP4': partial(encode_nvfp4, peaks=(6, 4)), 'MXFP4': partial(encode_mxfp4, better=True)}.get(kind)
-    return Deferred(kind, part.shape, partial(part.pieces, threads() * PIECE, 128 if kind == 'FP8_BLOCK' else 1), encoder and partial(by_threads, encoder), largest=largest)
+    return Deferred(kind, part.shape, partial(part.pieces, threads() * PIECE, 128 if kind == 'FP8_BLOCK' else 1), encoder and partial(by_threads, encoder),
+                    largest=largest)
 
 def unfused(tensors):
     "Parts of a folder under their own names, with fused experts taken apart"
@@ -752,7 +818,8 @@ def unfused(tensors):
     return parts
 
 # %% ../../nbs/models/06_convert.ipynb #b14811c0
-SIDE_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'chat_template.json', 'special_tokens_map.json', 'vocab.json', 'merges.txt', 'preprocessor_config.json', 'video_preprocessor_config.json', 'processor_config.json', 'LICENSE')
+SIDE_FILES = ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'chat_template.json', 'special_tokens_map.json', 'vocab.json', 'merges.txt',
+              'preprocessor_config.json', 'video_preprocessor_config.json', 'processor_config.json', 'LICENSE')
 
 def write_as_folder(checkpoint, target, to, layout='modelopt', maps=(), progress=None):
     "Write an open folder, or a `Model`, to a safetensors folder; see `convert`"
@@ -761,7 +828,8 @@ def write_as_folder(checkpoint, target, to, layout='modelopt', maps=(), progress
         if isinstance(checkpoint, Model):
             plain = to if to not in QUANTISED else 'BF16'
             ids = {f'{word}_token_id': i for word in ('bos', 'eos') if (i := token_id(checkpoint.metadata, word)) is not None}
-            config, generation = hf_config(checkpoint.config, checkpoint.architecture, checkpoint.tied, {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32'}[plain], ids), None
+            config, generation = hf_config(checkpoint.config, checkpoint.architecture, checkpoint.tied,
+                                           {'BF16': 'bfloat16', 'F16': 'float16', 'F32': 'float32'}[plain], ids), None
             parts = hf_parts(checkpoint)
             files = write_hf_tokenizer(checkpoint.metadata, Path(scratch))
         else:
@@ -781,7 +849,8 @@ def write_as_folder(checkpoint, target, to, layout='modelopt', maps=(), progress
             release(4 * (done - before))                                       # four bytes read, at most, for each byte written
             before = done
             if progress: progress(done, total, name)
-        write_folder(target, {name: deferred(part, kinds[name], largest.get(name)) for name, part in parts.items()}, config, dialect=layout, generation_config=generation, files=files, progress=advance)
+        write_folder(target, {name: deferred(part, kinds[name], largest.get(name)) for name, part in parts.items()}, config, dialect=layout,
+                     generation_config=generation, files=files, progress=advance)
     return Conversion(Path(target), [(name, part.shape, type_before(part), kinds[name], nbytes[name]) for name, part in parts.items()], notes=notes)
 
 # %% ../../nbs/models/06_convert.ipynb #58f3862d
@@ -791,21 +860,30 @@ def need_fit(target, file, to, layout=None, refit=False):
     "UnsupportedError for a wish that a GGUF file (or, unless `file`, a folder) cannot hold, with what would fit"
     name, target = str(to).upper(), Path(target).name
     if file:
-        if layout is not None: raise UnsupportedError(f'--layout {layout} is how a safetensors folder stores its scales, and {target} is to be a GGUF file, which knows one way: leave it out, or give OUT a name that does not end in .gguf')
-        if name in FOLDER_KINDS and name not in RECIPES: raise UnsupportedError(f'a GGUF file cannot hold {name}; it can {", ".join(RECIPES)} (for {name} give OUT a name that does not end in .gguf, and it becomes a safetensors folder)')
+        if layout is not None:
+            raise UnsupportedError(f'--layout {layout} is how a safetensors folder stores its scales, and {target} is to be a GGUF file, which knows one way: leave it out, or give OUT a name that does not end in .gguf')
+        if name in FOLDER_KINDS and name not in RECIPES:
+            raise UnsupportedError(f'a GGUF file cannot hold {name}; it can {", ".join(RECIPES)} (for {name} give OUT a name that does not end in .gguf, and it becomes a safetensors folder)')
         return recipe(to)
-    if name not in FOLDER_KINDS: raise UnsupportedError(f'a safetensors folder cannot hold {to}; it can {", ".join(FOLDER_KINDS)}' + (f' (for {name} let OUT end in .gguf)' if name in RECIPES else ''))
+    if name not in FOLDER_KINDS:
+        raise UnsupportedError(f'a safetensors folder cannot hold {to}; it can {", ".join(FOLDER_KINDS)}'
+                               + (f' (for {name} let OUT end in .gguf)' if name in RECIPES else ''))
     if refit: raise UnsupportedError(f'--refit is for the K types of a GGUF file, and {target} is to be a safetensors folder')
     if layout is not None and layout not in DIALECTS: raise UnsupportedError(f'no layout is called {layout!r}; there are {", ".join(DIALECTS)}')
     held = DIALECTS[layout or 'modelopt']
-    if name in QUANTISED and name not in held: raise UnsupportedError(f'the layout {layout} holds {", ".join(held)} and plain numbers, not {name}: take --to {held[0]}, or --layout {next(d for d in DIALECTS if name in DIALECTS[d])}')
+    if name in QUANTISED and name not in held:
+        raise UnsupportedError(f'the layout {layout} holds {", ".join(held)} and plain numbers, not {name}: take --to {held[0]}, or --layout {next(d for d in DIALECTS if name in DIALECTS[d])}')
 
 # %% ../../nbs/models/06_convert.ipynb #6cd2f6ab
 def convert(source, target, to='Q4_K_M', maps=(), refit=False, *, layout=None, progress=None) -> Conversion:
-    """Convert a checkpoint. source: a GGUF file, a Hugging Face folder, or any name that `model_store` knows; target: a path, `….gguf` for a GGUF file, else a new safetensors folder.
-    to: a recipe of `formats.quantize.RECIPES` for GGUF; 'NVFP4', 'MXFP4', 'FP8', 'FP8_CHANNEL', 'FP8_BLOCK', 'BF16', 'F16' or 'F32' for a folder; maps: ['pattern=TYPE', …], which go before the recipe (patterns of names as the target calls them; vectors and
-    other small tensors stay as they are); refit: fit K types by Lloyd's iteration rather than by the search; layout: 'modelopt' (None), 'compressed-tensors' or 'fp8', how a folder stores its scales; progress(bytes done, bytes in all, tensor name).
-    SparkinferError (or one of its kinds) says what cannot be, for a source that `sparkinfer run` would refuse in the same words; nothing is left behind then."""
+    """Convert a checkpoint. source: a GGUF file, a Hugging Face folder, or any name that `model_store` knows; target: a path, `….gguf` for a GGUF
+    file, else a new safetensors folder.
+    to: a recipe of `formats.quantize.RECIPES` for GGUF; 'NVFP4', 'MXFP4', 'FP8', 'FP8_CHANNEL', 'FP8_BLOCK', 'BF16', 'F16' or 'F32' for a folder;
+    maps: ['pattern=TYPE', …], which go before the recipe (patterns of names as the target calls them; vectors and
+    other small tensors stay as they are); refit: fit K types by Lloyd's iteration rather than by the search; layout: 'modelopt' (None),
+    'compressed-tensors' or 'fp8', how a folder stores its scales; progress(bytes done, bytes in all, tensor name).
+    SparkinferError (or one of its kinds) says what cannot be, for a source that `sparkinfer run` would refuse in the same words; nothing is left
+    behind then."""
     target, began = Path(target), time.perf_counter()
     file = is_file_name(target)
     need_fit(target, file, to, layout, refit)
@@ -816,6 +894,7 @@ def convert(source, target, to='Q4_K_M', maps=(), refit=False, *, layout=None, p
         found, folder = checked(checkpoint), 'config' in checkpoint.metadata
         with writing(target):
             if file: done = write_as_gguf((folder_model if folder else gguf_model)(checkpoint, *found), target, to, maps, refit, progress)
-            else: done = write_as_folder(checkpoint if folder else gguf_model(checkpoint, *found), target, str(to).upper(), layout or 'modelopt', maps, progress)
+            else:
+                done = write_as_folder(checkpoint if folder else gguf_model(checkpoint, *found), target, str(to).upper(), layout or 'modelopt', maps, progress)
     done.seconds = time.perf_counter() - began
     return done

@@ -21,7 +21,8 @@ __all__ = ['PLAN', 'LAYER', 'ATTENTION', 'DELTA', 'DENSE', 'MOE', 'NUM_LAYERS', 
 # %% ../../nbs/models/04_cpu_layers.ipynb #138b484c
 import numpy as np
 from ..jit import jit
-from ..ops.attention import CHUNK, PAGE, PARTIAL_HEADER, ATTEND_SCRATCH, attend_chunk, merge, merge_finish, merge_reset, page_at, write_key, write_value
+from ..ops.attention import (CHUNK, PAGE, PARTIAL_HEADER, ATTEND_SCRATCH, attend_chunk, merge, merge_finish, merge_reset, page_at, write_key,
+                                      write_value)
 from ..ops.gated_deltanet import causal_conv, delta_chunk, delta_gates, delta_step, dot, gated_rms_norm, l2_normalize
 from ..ops.linear import matmul, matvec, quantize_activation, tile_stride
 from ..ops.moe_routing import group_rows, route
@@ -57,7 +58,8 @@ DENSE, MOE = 0, 1
 (L_KIND, L_FFN_KIND, L_ATTN_NORM, L_FFN_NORM, L_Q, L_Q_KIND, L_K, L_K_KIND, L_V, L_V_KIND, L_O, L_O_KIND, L_Q_NORM, L_K_NORM, L_PAGES,
  L_QKV, L_QKV_KIND, L_Z, L_Z_KIND, L_A, L_A_KIND, L_B, L_B_KIND, L_OUT, L_OUT_KIND, L_CONV, L_DECAY, L_DT, L_NORM, L_CONV_STATE, L_STATE,
  L_FFN, L_GATE, L_GATE_KIND, L_UP, L_UP_KIND, L_DOWN, L_DOWN_KIND,
- L_ROUTER, L_ROUTER_KIND, L_SHARED_ROUTER, L_EXPERT_GATE, L_EXPERT_GATE_KIND, L_EXPERT_UP, L_EXPERT_UP_KIND, L_EXPERT_DOWN, L_EXPERT_DOWN_KIND) = range(len(LAYER))
+ L_ROUTER, L_ROUTER_KIND, L_SHARED_ROUTER, L_EXPERT_GATE, L_EXPERT_GATE_KIND, L_EXPERT_UP, L_EXPERT_UP_KIND, L_EXPERT_DOWN,
+ L_EXPERT_DOWN_KIND) = range(len(LAYER))
 
 # %% ../../nbs/models/04_cpu_layers.ipynb #3f69462f
 @jit
@@ -80,7 +82,8 @@ def _normed(plan, x, weight, record, eps):
 # %% ../../nbs/models/04_cpu_layers.ipynb #826b757e
 @jit
 def _product(kind, weights, records, record_stride, rows, columns, out, out_stride, begin, end, scratch):
-    "Tiles [begin, end) for `rows` activation records; one or two take the path that unpacks nothing, for which two are cheaper than the four of the other. The same bits either way"
+    """Tiles [begin, end) for `rows` activation records; one or two take the path that unpacks nothing, for which two are cheaper than the four of the
+    other. The same bits either way"""
     if end <= begin: return
     if rows <= 2:
         for row in range(rows): matvec(kind, weights, records + row * record_stride, columns, out + row * out_stride, begin, end)
@@ -144,7 +147,8 @@ def _attend_items(thread, n, plan, layer, eps, tag, position, slot, mine):
         if chunk == chunks - 1:
             _turned(plan, plan[MIXED] + 4 * (q_rows + D * g), layer[L_K_NORM], position, eps, key)
             _cache(plan, layer, tag, position, slot, g, key, plan[MIXED] + 4 * (q_rows + kv_rows + D * g))
-        attend_chunk(tag, turned, group, layer[L_PAGES] + g * plan[HEAD_PAGE], table + 4 * (CHUNK // PAGE) * chunk, plan[PAGE_STRIDE], position + 1 - chunk * CHUNK, D, scale, scores,
+        attend_chunk(tag, turned, group, layer[L_PAGES] + g * plan[HEAD_PAGE], table + 4 * (CHUNK // PAGE) * chunk, plan[PAGE_STRIDE],
+                     position + 1 - chunk * CHUNK, D, scale, scores,
                      plan[PARTIALS] + (chunk * plan[HEADS] + g * group) * size, size)
 
 @jit
@@ -224,7 +228,8 @@ def _attend_run(plan, layer, tag, first, count, position, slot, mine):
             for r in range(count):
                 visible = position + r + 1 - chunk * CHUNK
                 if visible <= 0: continue
-                attend_chunk(tag, queries + 4 * D * r * group, group, layer[L_PAGES] + g * plan[HEAD_PAGE], table + 4 * (CHUNK // PAGE) * chunk, plan[PAGE_STRIDE], visible, D, scale,
+                attend_chunk(tag, queries + 4 * D * r * group, group, layer[L_PAGES] + g * plan[HEAD_PAGE], table + 4 * (CHUNK // PAGE) * chunk,
+                             plan[PAGE_STRIDE], visible, D, scale,
                              scores, partial, size)
                 for h in range(group): merge(states + (r * group + h) * size, partial + h * size, D)
         for r in range(count):
@@ -252,7 +257,8 @@ def attention_rows(thread, n, gate, plan, layer, eps, tag, positions, slots, run
     "y = attention of all rows, from their normed records. positions, slots: int64 (rows,); runs: int64 (runs, 2), first row and number of rows of each run"
     rows, D = len(positions), plan[HEAD_DIM]
     kv_tiles = plan[KV_HEADS] * D // 8
-    _project(thread, n, layer, plan[HIDDEN], (L_Q, plan[Q_ROWS] // 8, kv_tiles, kv_tiles, 0), plan[RECORD], plan[RECORD_STRIDE], rows, plan[MIXED], _attention_width(plan), scratch)
+    _project(thread, n, layer, plan[HIDDEN], (L_Q, plan[Q_ROWS] // 8, kv_tiles, kv_tiles, 0), plan[RECORD], plan[RECORD_STRIDE], rows, plan[MIXED],
+             _attention_width(plan), scratch)
     barrier(gate, n)
     begin, end = share(rows, thread, n)
     _cache_rows(plan, layer, eps, tag, positions, slots, begin, end)
@@ -279,7 +285,8 @@ def _value_head(plan, key_head, j):
 @jit
 def _project_delta(thread, n, plan, layer, records, record_stride, rows, scratch):
     value_rows, gates = plan[VALUE_HEADS] * plan[VALUE_DIM], tiles_of(plan[VALUE_HEADS])
-    _project(thread, n, layer, plan[HIDDEN], (L_QKV, _channels(plan) // 8, value_rows // 8, gates, gates), records, record_stride, rows, plan[MIXED], _delta_width(plan), scratch)
+    _project(thread, n, layer, plan[HIDDEN], (L_QKV, _channels(plan) // 8, value_rows // 8, gates, gates), records, record_stride, rows, plan[MIXED],
+             _delta_width(plan), scratch)
 
 @jit
 def _zeros(address, count):
@@ -292,7 +299,8 @@ def _convolve_range(plan, layer, state, fresh, first, count, begin, end):
     width, channels, taps = 4 * _delta_width(plan), _channels(plan), plan[TAPS]
     if fresh:
         for t in range(taps - 1): _zeros(state + 4 * (channels * t + begin), end - begin)
-    causal_conv(plan[MIXED] + first * width, width, count, state, layer[L_CONV], channels, taps, begin, end, plan[CONVOLVED] + 4 * channels * first, 4 * channels)
+    causal_conv(plan[MIXED] + first * width, width, count, state, layer[L_CONV], channels, taps, begin, end,
+                plan[CONVOLVED] + 4 * channels * first, 4 * channels)
 
 @jit
 def _convolve(plan, layer, slot, fresh, first, count, key_head):
@@ -465,7 +473,8 @@ def _experts_up(thread, n, plan, layer, record, ids):
         a, b = _within(begin, low, size), _within(end, low, size)
         if a < b:
             at = 4 * plan[EXPERT_SIZE] * j
-            _gate_up(layer, L_EXPERT_GATE, L_EXPERT_UP, load_i32(ids + 4 * j) * 4 * size, plan, record, plan[EXPERT_SIZE], plan[EXPERT_GATE] + at, plan[EXPERT_UP] + at,
+            _gate_up(layer, L_EXPERT_GATE, L_EXPERT_UP, load_i32(ids + 4 * j) * 4 * size, plan, record, plan[EXPERT_SIZE], plan[EXPERT_GATE] + at,
+                     plan[EXPERT_UP] + at,
                      plan[EXPERT_RECORD] + j * plan[FFN_RECORD_STRIDE], a, b)
 
 # %% ../../nbs/models/04_cpu_layers.ipynb #976275a8
@@ -476,7 +485,8 @@ def _experts_down(thread, n, plan, layer, ids, weights, shared_weight):
     kind, size, hidden, x = layer[L_EXPERT_DOWN_KIND], plan[EXPERT_SIZE], plan[HIDDEN], plan[X]
     stride = tile_stride(kind, size // 32) * (hidden // 8)
     for j in range(plan[EXPERTS_USED]):
-        matvec(kind, layer[L_EXPERT_DOWN] + load_i32(ids + 4 * j) * stride, plan[EXPERT_RECORD] + j * plan[FFN_RECORD_STRIDE], size, plan[EXPERT_Y] + 4 * hidden * j, begin, end)
+        matvec(kind, layer[L_EXPERT_DOWN] + load_i32(ids + 4 * j) * stride, plan[EXPERT_RECORD] + j * plan[FFN_RECORD_STRIDE], size,
+               plan[EXPERT_Y] + 4 * hidden * j, begin, end)
     if layer[L_FFN]: matvec(layer[L_DOWN_KIND], layer[L_DOWN], plan[FFN_RECORD], layer[L_FFN], plan[Y], begin, end)
     for c in range(32 * begin, 32 * end, 32):
         total = zero_f32x8()
@@ -531,7 +541,8 @@ def _each_expert(thread, n, plan, kind, weights, out_rows, records, record_strid
     for e in range(plan[EXPERTS]):
         first, after = load_i32(plan[OFFSETS] + 4 * e), load_i32(plan[OFFSETS] + 4 * (e + 1))
         if first < after:
-            _product(kind, weights + e * size, records + first * record_stride, record_stride, after - first, columns, out + 4 * out_rows * first, 4 * out_rows, begin, end, scratch)
+            _product(kind, weights + e * size, records + first * record_stride, record_stride, after - first, columns, out + 4 * out_rows * first, 4 * out_rows,
+                     begin, end, scratch)
 
 @jit
 def _collect(plan, layer, begin, end):
@@ -556,7 +567,8 @@ def moe_rows(thread, n, gate, plan, layer, rows, scratch):
     _gather_records(thread, n, plan, rows)
     if layer[L_FFN]: _gate_up_rows(thread, n, plan, layer, rows, scratch)
     barrier(gate, n)
-    _each_expert(thread, n, plan, layer[L_EXPERT_GATE_KIND], layer[L_EXPERT_GATE], size, plan[EXPERT_RECORD], plan[RECORD_STRIDE], hidden, plan[EXPERT_GATE], scratch)
+    _each_expert(thread, n, plan, layer[L_EXPERT_GATE_KIND], layer[L_EXPERT_GATE], size, plan[EXPERT_RECORD], plan[RECORD_STRIDE], hidden,
+                 plan[EXPERT_GATE], scratch)
     _each_expert(thread, n, plan, layer[L_EXPERT_UP_KIND], layer[L_EXPERT_UP], size, plan[EXPERT_RECORD], plan[RECORD_STRIDE], hidden, plan[EXPERT_UP], scratch)
     barrier(gate, n)
     begin, end = share(pairs, thread, n)
@@ -567,8 +579,10 @@ def moe_rows(thread, n, gate, plan, layer, rows, scratch):
         begin, end = share(rows, thread, n)
         _swiglu_rows(plan[GATE], plan[UP], layer[L_FFN], plan[FFN_RECORD], plan[FFN_RECORD_STRIDE], begin, end)
     barrier(gate, n)
-    _each_expert(thread, n, plan, layer[L_EXPERT_DOWN_KIND], layer[L_EXPERT_DOWN], hidden, plan[EXPERT_RECORD], plan[FFN_RECORD_STRIDE], size, plan[EXPERT_Y], scratch)
-    if layer[L_FFN]: _matmul_share(thread, n, layer[L_DOWN_KIND], layer[L_DOWN], plan[FFN_RECORD], plan[FFN_RECORD_STRIDE], rows, layer[L_FFN], plan[Y], hidden, scratch)
+    _each_expert(thread, n, plan, layer[L_EXPERT_DOWN_KIND], layer[L_EXPERT_DOWN], hidden, plan[EXPERT_RECORD], plan[FFN_RECORD_STRIDE], size,
+                 plan[EXPERT_Y], scratch)
+    if layer[L_FFN]:
+        _matmul_share(thread, n, layer[L_DOWN_KIND], layer[L_DOWN], plan[FFN_RECORD], plan[FFN_RECORD_STRIDE], rows, layer[L_FFN], plan[Y], hidden, scratch)
     barrier(gate, n)
     begin, end = share(rows, thread, n)
     _collect(plan, layer, begin, end)

@@ -158,7 +158,8 @@ def widths(config):
     c = config
     delta = c.delta_channels + c.delta_value_size + 16 * tiles_of.py_func(c.delta_value_heads) if 'delta' in c.layer_kinds else 0
     attention = c.query_rows + 2 * c.kv_size
-    return dict(mixed=max(attention, delta), answer=max(c.query_size, c.delta_value_size), convolved=c.delta_channels, dense=max(c.intermediate_size if 'dense' in c.ffn_kinds else 0, c.shared_size))
+    return dict(mixed=max(attention, delta), answer=max(c.query_size, c.delta_value_size), convolved=c.delta_channels,
+                dense=max(c.intermediate_size if 'dense' in c.ffn_kinds else 0, c.shared_size))
 
 def buffer_sizes(config, max_rows, context_chunks, num_threads):
     "Bytes of each buffer of the plan. Batch buffers have room for `max_rows` rows, a multiple of 4"
@@ -168,13 +169,17 @@ def buffer_sizes(config, max_rows, context_chunks, num_threads):
     unpack = SCRATCH_PER_BLOCK * max(c.hidden_size, w['answer'], w['dense'], c.expert_size) // 32
     attend = (RUN + 1) * group * partial + ATTEND_SCRATCH + 4 * (RUN + 1) * (group + 1) * D
     delta = 8 * DELTA_CHUNK + delta_scratch_bytes(DELTA_CHUNK, c.delta_key_dim, c.delta_value_dim) if 'delta' in c.layer_kinds else 0
-    scratch = _lines(max(unpack, record + max(attend, 4 * D * (c.num_heads + 1), delta, 128 + 8 * c.experts_per_token + route_scratch_bytes(c.experts_per_token)))) + 4096
-    sizes = dict(x=4 * c.hidden_size * max_rows, mixed=4 * w['mixed'] * max_rows, convolved=4 * w['convolved'] * max_rows, partials=c.num_heads * context_chunks * partial,
+    scratch = _lines(max(unpack, record + max(attend, 4 * D * (c.num_heads + 1), delta,
+                                              128 + 8 * c.experts_per_token + route_scratch_bytes(c.experts_per_token)))) + 4096
+    sizes = dict(x=4 * c.hidden_size * max_rows, mixed=4 * w['mixed'] * max_rows, convolved=4 * w['convolved'] * max_rows,
+                 partials=c.num_heads * context_chunks * partial,
                  ffn_record=ffn_record * max_rows, record=record * max_rows, gate=4 * w['dense'] * max_rows, up=4 * w['dense'] * max_rows,
-                 y=4 * c.hidden_size * max_rows, logits=32 * tile_rows(c.vocab_size), scratch=scratch * num_threads, rope_table=4 * c.rope_dim * context_chunks * CHUNK)
+                 y=4 * c.hidden_size * max_rows, logits=32 * tile_rows(c.vocab_size), scratch=scratch * num_threads,
+                 rope_table=4 * c.rope_dim * context_chunks * CHUNK)
     if c.num_experts:
         sizes |= dict(routes=32 * tile_rows(c.num_experts) * max_rows, ids=4 * pairs, weights=4 * pairs, offsets=4 * (c.num_experts + 1), order=4 * pairs,
-                      expert_record=max(record, ffn_record) * pairs, expert_gate=4 * c.expert_size * pairs, expert_up=4 * c.expert_size * pairs, expert_y=4 * c.hidden_size * pairs)
+                      expert_record=max(record, ffn_record) * pairs, expert_gate=4 * c.expert_size * pairs, expert_up=4 * c.expert_size * pairs,
+                      expert_y=4 * c.hidden_size * pairs)
     return sizes
 
 # %% ../../nbs/models/04_cpu_runner.ipynb #ddec73dd
@@ -250,7 +255,8 @@ def _place_buffers(self: CpuRunner):
         address += _lines(size)
     numbers = dict(num_layers=c.num_layers, hidden=c.hidden_size, vocab=c.vocab_size, heads=c.num_heads, kv_heads=c.num_kv_heads, head_dim=c.head_dim,
                    q_rows=c.query_rows, rope_dim=c.rope_dim, gated=c.attention_gate, context_chunks=self.chunks,
-                   key_heads=c.delta_key_heads, value_heads=c.delta_value_heads, key_dim=c.delta_key_dim, value_dim=c.delta_value_dim, taps=c.delta_conv, tiled=c.delta_tiled,
+                   key_heads=c.delta_key_heads, value_heads=c.delta_value_heads, key_dim=c.delta_key_dim, value_dim=c.delta_value_dim, taps=c.delta_conv,
+                   tiled=c.delta_tiled,
                    experts=c.num_experts, experts_used=c.experts_per_token, expert_size=c.expert_size, normalise=c.norm_topk,
                    record_stride=activation_bytes(max(c.hidden_size, w['answer'])), ffn_record_stride=activation_bytes(max(w['dense'], c.expert_size)),
                    scratch_stride=sizes['scratch'] // self.num_threads)
@@ -267,7 +273,8 @@ def _place_state(self: CpuRunner):
     self.page_bytes = len(full) * c.num_kv_heads * head_page
     self.pages = lazy_zeros(self.num_pages * self.page_bytes).reshape(self.num_pages, self.page_bytes)
     for n, i in enumerate(full): layers[i, L_PAGES] = self.pages.ctypes.data + n * c.num_kv_heads * head_page
-    plan[PAGE_STRIDE], plan[HEAD_PAGE], plan[TABLES], plan[TABLE_STRIDE] = self.page_bytes, head_page, self.block_tables.ctypes.data, self.block_tables.strides[0]
+    plan[PAGE_STRIDE], plan[HEAD_PAGE], plan[TABLES], plan[TABLE_STRIDE] = (self.page_bytes, head_page, self.block_tables.ctypes.data,
+                                                                            self.block_tables.strides[0])
     window = _lines(4 * max(c.delta_conv - 1, 0) * widths(c)['convolved'])
     state = 4 * c.delta_value_heads * c.delta_key_dim * c.delta_value_dim
     self.state_bytes = len(recurrent) * (window + state)
@@ -314,7 +321,8 @@ def write_state(self: CpuRunner, slot, data): _write(self.states, slot, data, 's
 MATRICES = {'attention': {'attn.q': 'q', 'attn.k': 'k', 'attn.v': 'v', 'attn.o': 'o'},
             'delta': {'delta.qkv': 'qkv', 'delta.z': 'z', 'delta.a': 'a', 'delta.b': 'b', 'delta.out': 'out'},
             'dense': {'ffn.gate': 'gate', 'ffn.up': 'up', 'ffn.down': 'down'},
-            'moe': {'moe.router': 'router', 'moe.gate': 'expert_gate', 'moe.up': 'expert_up', 'moe.down': 'expert_down', 'shared.gate': 'gate', 'shared.up': 'up', 'shared.down': 'down'}}
+            'moe': {'moe.router': 'router', 'moe.gate': 'expert_gate', 'moe.up': 'expert_up', 'moe.down': 'expert_down', 'shared.gate': 'gate',
+                    'shared.up': 'up', 'shared.down': 'down'}}
 VECTORS = {'attention': {'attn_norm': 'attn_norm', 'ffn_norm': 'ffn_norm', 'attn.q_norm': 'q_norm', 'attn.k_norm': 'k_norm'},
            'delta': {'attn_norm': 'attn_norm', 'ffn_norm': 'ffn_norm', 'delta.conv': 'conv', 'delta.decay': 'decay', 'delta.dt': 'dt', 'delta.norm': 'norm'},
            'dense': {}, 'moe': {'shared.router': 'shared_router'}}
@@ -380,7 +388,8 @@ def _pack(self: CpuRunner, tensor, order=None):
     members = tensor.members if isinstance(tensor, TensorStack) else (tensor,)
     kind = common_kind(members)
     rows, columns = math.prod(members[0].shape[:-1]), tensor.shape[-1]
-    if len(members) > 1 and rows % 8: raise UnsupportedError(f'{tensor.name}: experts of {rows} rows; the CPU kernels need a multiple of 8 (the NumPy runner, --runner spec, takes any)')
+    if len(members) > 1 and rows % 8:
+        raise UnsupportedError(f'{tensor.name}: experts of {rows} rows; the CPU kernels need a multiple of 8 (the NumPy runner, --runner spec, takes any)')
     size = kind_bytes(kind, rows, columns)
     target = aligned_zeros(size * len(members))
     def work(thread, n, gate):
@@ -405,9 +414,11 @@ def blocks_of(tensor):
     rows, name, scales = math.prod(tensor.shape[:-1]), tensor.type.name, getattr(tensor, 'scales', {})
     if isinstance(tensor, ScaledTensor):
         return dict(data=tensor.data, factor=np.repeat(tensor.factor.reshape(-1), rows // tensor.factor.size)) if name == 'NVFP4' else None
-    if name == 'NVFP4_ROWS': return dict(data=tensor.data, factor=np.repeat(np.reshape(tensor.factor, -1), rows // np.size(tensor.factor)), scales=scales['block'].reshape(rows, -1))
+    if name == 'NVFP4_ROWS':
+        return dict(data=tensor.data, factor=np.repeat(np.reshape(tensor.factor, -1), rows // np.size(tensor.factor)), scales=scales['block'].reshape(rows, -1))
     if name == 'MXFP4_ROWS': return dict(data=tensor.data, scales=scales['block'].reshape(rows, -1))
-    if name.startswith('FP8'): return dict(data=tensor.data, scales=scales['weight'], block=tensor.block) if len(tensor.shape) == 2 and scales['weight'].ndim == 2 else None
+    if name.startswith('FP8'):
+        return dict(data=tensor.data, scales=scales['weight'], block=tensor.block) if len(tensor.shape) == 2 and scales['weight'].ndim == 2 else None
     return dict(data=tensor.data) if name in QUANT_TYPES else None
 
 def kind_bytes(kind, rows, columns): return tile_rows(rows) * tile_bytes(kind, columns)
@@ -446,7 +457,8 @@ def usable_in_file(config, name, tensor):
     "Whether a kernel works on the tensor where it lies"
     turned = config.rope_interleaved and name.endswith(('attn.q', 'attn.k'))
     plain = not isinstance(tensor, (TensorStack, RowGather, ScaledTensor)) and tensor.type.name in QUANT_TYPES
-    return name.startswith(('layers.', 'head')) and len(tensor.shape) > 1 and plain and not turned and row_kind(tensor.type.name, *tensor.shape[-2:]) is not None
+    return (name.startswith(('layers.', 'head')) and len(tensor.shape) > 1 and plain and not turned
+            and row_kind(tensor.type.name, *tensor.shape[-2:]) is not None)
 
 def stays_in_file(weights, placement='auto', room=None):
     "The names of the matrices that are used where they lie; `room`: bytes of memory that may be taken"
@@ -514,17 +526,20 @@ def _batch(self: CpuRunner, batch):
     for start in range(0, len(batch), self.max_rows):
         tokens, positions, slots = (a[start:start + self.max_rows].astype(np.int64) for a in (batch.tokens, batch.positions, batch.slots))
         if self.embed is not None: self._embed(tokens)
-        self.team.run(batch_step_hybrid if self.hybrid else batch_step, self.plan, self.layers, self.eps, self.kv_tag, tokens, positions, slots, runs_of(slots), runs_of(slots, len(slots)),
+        self.team.run(batch_step_hybrid if self.hybrid else batch_step, self.plan, self.layers, self.eps, self.kv_tag, tokens, positions, slots, runs_of(slots),
+                      runs_of(slots, len(slots)),
                       threads=self.batch_pace.threads)
         first, after = np.searchsorted(wanted, (start, start + len(tokens)))
         if first < after: self._head(wanted[first:after] - start, logits[first:])
-    self.batch_pace.record((time.perf_counter() - began) / (len(batch) + 4), self.team.stalls > stalls)       # steps have different numbers of rows; a few more for what each step costs anyway
+    # steps have different numbers of rows; a few more for what each step costs anyway
+    self.batch_pace.record((time.perf_counter() - began) / (len(batch) + 4), self.team.stalls > stalls)
     logits = logits[:len(wanted), :self.config.vocab_size]
     return logits if np.array_equal(places, np.arange(len(wanted))) else logits[places]
 
 @patch
 def _room_for(self: CpuRunner, count):
-    "Rows that the head writes logits to, in groups of 4: float32 (at least count, …). Those of an engine's steps are kept, since fresh memory costs more than writing to it; those of a whole text are not"
+    """Rows that the head writes logits to, in groups of 4: float32 (at least count, …). Those of an engine's steps are kept, since fresh memory costs
+    more than writing to it; those of a whole text are not"""
     rows, width = -(-count // 4) * 4 + 4, 8 * tile_rows(self.config.vocab_size)
     if rows > 68: return np.empty((rows, width), np.float32)
     if self.rows is None or len(self.rows) < rows: self.rows = np.empty((rows, width), np.float32)

@@ -51,7 +51,8 @@ class Batch:
 @dataclass(frozen=True, eq=False)
 class StepResult:
     """What a step gave, one entry for each output row. Without sampling only `logits` is set; with it, `tokens` and `logprobs` (and `top` where asked).
-    A row from which nothing could be drawn (NaN in its logits, a spec that makes no sense) has an exception in `errors`, and NO_TOKEN; the other rows have theirs"""
+    A row from which nothing could be drawn (NaN in its logits, a spec that makes no sense) has an exception in `errors`, and NO_TOKEN; the other rows
+    have theirs"""
     tokens: np.ndarray = None         # int32 (outputs,)
     logprobs: np.ndarray = None       # float32 (outputs,), of the chosen tokens
     logits: np.ndarray = None         # float32 (outputs, vocab_size)
@@ -67,12 +68,17 @@ class Runner(Protocol):
     Where `config.can_truncate` is False (recurrent layers), the only earlier position is 0: a step goes on where the slot ends, or starts it anew.
     A runner may have `.hidden`: float32 (rows, hidden_size), of the rows of the last collected step after the final norm."""
     def load(self, weights, max_context=None, num_slots=1, progress=None, num_pages=None):
-        """Take the weights and make room for `num_slots` sequences of `max_context` tokens; `progress(done_bytes, total_bytes)`; returns self. Sets `.config`, `.max_context`, `.num_slots`,
-        `.lengths` (int64 (num_slots,): positions that each slot holds), `.num_pages`, `.page_bytes` (all attention layers; 0 without any), `.state_bytes` (a slot's, all recurrent layers) and
+        """Take the weights and make room for `num_slots` sequences of `max_context` tokens; `progress(done_bytes, total_bytes)`; returns self. Sets
+        `.config`, `.max_context`, `.num_slots`,
+        `.lengths` (int64 (num_slots,): positions that each slot holds), `.num_pages`, `.page_bytes` (all attention layers; 0 without any),
+        `.state_bytes` (a slot's, all recurrent layers) and
         `.block_tables` (int32 (num_slots, ceil(max_context / PAGE)): entry [s, j] is the page of positions [16j, 16j + 16) of slot s).
-        num_pages None: each slot owns its pages, the tables are filled. A number: so many pages; the tables are zeros and belong to the caller, who writes them before the step that needs them."""
+        num_pages None: each slot owns its pages, the tables are filled. A number: so many pages; the tables are zeros and belong to the caller, who
+        writes them before the step that needs them."""
     def submit(self, batch, sampling=None):
-        """Start a step; returns a handle: the `StepResult` itself, or something else when the tokens are still on the device. Then the next step may name them: a token below 0 is the one that its slot drew in the step before. `sampling`: None for logits, else one `SampleSpec` for each output row. `batch.output_rows` may name a row several times (n choices of one prompt).
+        """Start a step; returns a handle: the `StepResult` itself, or something else when the tokens are still on the device. Then the next step may
+        name them: a token below 0 is the one that its slot drew in the step before. `sampling`: None for logits, else one `SampleSpec` for each
+        output row. `batch.output_rows` may name a row several times (n choices of one prompt).
         A row from which nothing can be drawn fails alone, see `StepResult.errors`"""
     def collect(self, handle):
         "Wait for a submitted step; returns its `StepResult`. Handles are collected in the order they were submitted."
@@ -328,7 +334,8 @@ def mtp_step(self: SpecRunner, batch, hidden, block=0, watch=lambda name, value:
 
 # %% ../../nbs/models/02_forward.ipynb #81b94787
 def check_batch(batch, config, lengths, max_context, can_truncate=None, tables=None, num_pages=None):
-    """ValueError for a batch that leaves a hole, repeats a position, leaves its bounds, steps back where the memory cannot, or needs a page that does not exist; then moves the slots' lengths.
+    """ValueError for a batch that leaves a hole, repeats a position, leaves its bounds, steps back where the memory cannot, or needs a page that does
+    not exist; then moves the slots' lengths.
     lengths: int64 (num_slots,), positions of each slot that hold something;
     can_truncate: whether a slot may go on from an earlier position (None: as the config says);
     tables: int32 (num_slots, …), the slots' block tables, whose numbers lie in [0, num_pages)"""
@@ -360,11 +367,13 @@ def _check_tables(tables, after, slots, num_pages):
     if numbers.max(initial=0) < num_pages: return
     for row, slot, length in zip(numbers, slots, after):
         needed = row[:-(-int(length) // PAGE)]
-        if needed.max() >= num_pages: raise ValueError(f'the block table of slot {slot} names page {needed.view(np.int32)[needed.argmax()]}; there are {num_pages}, from 0')
+        if needed.max() >= num_pages:
+            raise ValueError(f'the block table of slot {slot} names page {needed.view(np.int32)[needed.argmax()]}; there are {num_pages}, from 0')
 
 # %% ../../nbs/models/02_forward.ipynb #bc5651cd
 def sample_rows(logits, specs, draw=sample_spec):
-    "One `SampleSpec` for each row of logits (outputs, vocab_size) → StepResult. draw: (row, spec) → Sampled; a row for which it raises has its error and NO_TOKEN"
+    """One `SampleSpec` for each row of logits (outputs, vocab_size) → StepResult. draw: (row, spec) → Sampled; a row for which it raises has its
+    error and NO_TOKEN"""
     sampled, errors = [], []
     for row, spec in zip(logits, specs, strict=True):
         try: drawn, failed = draw(row, spec), None

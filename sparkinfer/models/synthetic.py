@@ -22,7 +22,8 @@ from ..formats.gguf import write_gguf
 from ..formats.nvfp4_fp8 import NVFP4_LARGEST
 from ..formats.quantize import SIMPLE_CODES, encode
 from ..formats.safetensors import Deferred, write_folder
-from .convert import FOLDER_KINDS, Conversion, Model, Part, counted, folder_kind, hf_config, hf_parts, need_fit, need_room, new_place, write_as_folder, write_as_gguf, write_hf_tokenizer, writing
+from .convert import (FOLDER_KINDS, Conversion, Model, Part, counted, folder_kind, hf_config, hf_parts, need_fit, need_room, new_place,
+                                       write_as_folder, write_as_gguf, write_hf_tokenizer, writing)
 from ..text.tokenizer import BYTE_TO_CHAR, CONTROL, NORMAL
 
 # %% ../../nbs/models/03_synthetic.ipynb #0a6b48e2
@@ -61,10 +62,14 @@ TINY_HYBRID = dict(rope_dim=16, theta=1e7, key_heads=2, value_heads=4, linear_si
 
 SHAPES = {
     'qwen3-30b-a3b':   Shape('qwen3moe', 48, 2048, 32, 4, 128, 1e6, 151936, experts=128, experts_used=8, expert_size=768),
-    'qwen3.6-35b-a3b': Shape('qwen35moe', 40, 2048, 16, 2, 256, 1e7, 248320, experts=256, experts_used=8, expert_size=512, shared_size=512, rope_dim=64, key_heads=16, value_heads=32, linear_size=128, interval=4),
-    'qwen3.8-27b':     Shape('qwen35', 64, 5120, 24, 4, 256, 1e7, 248320, intermediate=17408, rope_dim=64, key_heads=16, value_heads=48, linear_size=128, interval=4),
-    'small-qwen35':    Shape('qwen35', 24, 2048, 8, 2, 256, 1e7, 32768, intermediate=6144, rope_dim=64, key_heads=16, value_heads=32, linear_size=128, interval=4),
-    'small-qwen35moe': Shape('qwen35moe', 12, 2048, 16, 2, 256, 1e7, 32768, experts=64, experts_used=8, expert_size=512, shared_size=512, rope_dim=64, key_heads=16, value_heads=32, linear_size=128, interval=4),
+    'qwen3.6-35b-a3b': Shape('qwen35moe', 40, 2048, 16, 2, 256, 1e7, 248320, experts=256, experts_used=8, expert_size=512, shared_size=512, rope_dim=64,
+                             key_heads=16, value_heads=32, linear_size=128, interval=4),
+    'qwen3.8-27b':     Shape('qwen35', 64, 5120, 24, 4, 256, 1e7, 248320, intermediate=17408, rope_dim=64, key_heads=16, value_heads=48,
+                             linear_size=128, interval=4),
+    'small-qwen35':    Shape('qwen35', 24, 2048, 8, 2, 256, 1e7, 32768, intermediate=6144, rope_dim=64, key_heads=16, value_heads=32,
+                             linear_size=128, interval=4),
+    'small-qwen35moe': Shape('qwen35moe', 12, 2048, 16, 2, 256, 1e7, 32768, experts=64, experts_used=8, expert_size=512, shared_size=512, rope_dim=64,
+                             key_heads=16, value_heads=32, linear_size=128, interval=4),
     'tiny-llama':      Shape('llama', theta=1e4, intermediate=512, tied=True, **TINY),
     'tiny-qwen3':      Shape('qwen3', theta=1e6, intermediate=512, tied=True, **TINY),
     'tiny-qwen3moe':   Shape('qwen3moe', theta=1e6, **TINY, **TINY_MOE),
@@ -84,21 +89,28 @@ def shape_of(name, layers=None):
 def attention_tensors(s):
     "Inner name → shape, for a layer of full attention; a hybrid's query projection carries an output gate as well"
     rows = s.heads * s.head_dim * (2 if s.hybrid else 1)
-    found = {'attn_q.weight': (rows, s.hidden), 'attn_k.weight': (s.kv_heads * s.head_dim, s.hidden), 'attn_v.weight': (s.kv_heads * s.head_dim, s.hidden), 'attn_output.weight': (s.hidden, s.heads * s.head_dim)}
+    found = {'attn_q.weight': (rows, s.hidden), 'attn_k.weight': (s.kv_heads * s.head_dim, s.hidden), 'attn_v.weight': (s.kv_heads * s.head_dim, s.hidden),
+             'attn_output.weight': (s.hidden, s.heads * s.head_dim)}
     return found if s.architecture == 'llama' else found | {'attn_q_norm.weight': (s.head_dim,), 'attn_k_norm.weight': (s.head_dim,)}
 
 def linear_tensors(s):
     "… for a layer of linear attention (gated delta rule)"
     keys, values = s.key_heads * s.linear_size, s.value_heads * s.linear_size
-    gates = {'ssm_ba.weight': (2 * s.value_heads, s.hidden)} if s.architecture == 'qwen3next' else {'ssm_beta.weight': (s.value_heads, s.hidden), 'ssm_alpha.weight': (s.value_heads, s.hidden)}
-    return {'attn_qkv.weight': (2 * keys + values, s.hidden), 'attn_gate.weight': (values, s.hidden), 'ssm_conv1d.weight': (2 * keys + values, 4), 'ssm_dt.bias': (s.value_heads,), 'ssm_a': (s.value_heads,), **gates,
+    gates = {'ssm_ba.weight': (2 * s.value_heads, s.hidden)} if s.architecture == 'qwen3next' else {'ssm_beta.weight': (s.value_heads, s.hidden),
+                                                                                                    'ssm_alpha.weight': (s.value_heads, s.hidden)}
+    return {'attn_qkv.weight': (2 * keys + values, s.hidden), 'attn_gate.weight': (values, s.hidden), 'ssm_conv1d.weight': (2 * keys + values, 4),
+            'ssm_dt.bias': (s.value_heads,), 'ssm_a': (s.value_heads,), **gates,
             'ssm_norm.weight': (s.linear_size,), 'ssm_out.weight': (s.hidden, values)}
 
 def feed_forward_tensors(s):
     "… for the feed-forward of any layer"
-    if not s.experts: return {'ffn_gate.weight': (s.intermediate, s.hidden), 'ffn_up.weight': (s.intermediate, s.hidden), 'ffn_down.weight': (s.hidden, s.intermediate)}
-    found = {'ffn_gate_inp.weight': (s.experts, s.hidden), 'ffn_gate_exps.weight': (s.experts, s.expert_size, s.hidden), 'ffn_up_exps.weight': (s.experts, s.expert_size, s.hidden), 'ffn_down_exps.weight': (s.experts, s.hidden, s.expert_size)}
-    if s.shared_size: found |= {'ffn_gate_inp_shexp.weight': (s.hidden,), 'ffn_gate_shexp.weight': (s.shared_size, s.hidden), 'ffn_up_shexp.weight': (s.shared_size, s.hidden), 'ffn_down_shexp.weight': (s.hidden, s.shared_size)}
+    if not s.experts:
+        return {'ffn_gate.weight': (s.intermediate, s.hidden), 'ffn_up.weight': (s.intermediate, s.hidden), 'ffn_down.weight': (s.hidden, s.intermediate)}
+    found = {'ffn_gate_inp.weight': (s.experts, s.hidden), 'ffn_gate_exps.weight': (s.experts, s.expert_size, s.hidden),
+             'ffn_up_exps.weight': (s.experts, s.expert_size, s.hidden), 'ffn_down_exps.weight': (s.experts, s.hidden, s.expert_size)}
+    if s.shared_size:
+        found |= {'ffn_gate_inp_shexp.weight': (s.hidden,), 'ffn_gate_shexp.weight': (s.shared_size, s.hidden),
+                  'ffn_up_shexp.weight': (s.shared_size, s.hidden), 'ffn_down_shexp.weight': (s.hidden, s.shared_size)}
     return found
 
 def tensor_shapes(s):
@@ -106,7 +118,8 @@ def tensor_shapes(s):
     found = {'token_embd.weight': (s.vocab, s.hidden)} | ({} if s.tied else {'output.weight': (s.vocab, s.hidden)}) | {'output_norm.weight': (s.hidden,)}
     for i in range(s.layers):
         full = not s.hybrid or (i + 1) % s.interval == 0
-        inner = {'attn_norm.weight': (s.hidden,), ('post_attention_norm' if s.hybrid else 'ffn_norm') + '.weight': (s.hidden,)} | (attention_tensors(s) if full else linear_tensors(s)) | feed_forward_tensors(s)
+        inner = {'attn_norm.weight': (s.hidden,), ('post_attention_norm' if s.hybrid else 'ffn_norm')
+                 + '.weight': (s.hidden,)} | (attention_tensors(s) if full else linear_tensors(s)) | feed_forward_tensors(s)
         found |= {f'blk.{i}.{name}': shape for name, shape in inner.items()}
     return found
 
@@ -114,9 +127,12 @@ def tensor_shapes(s):
 def type_rules(s):
     "[(pattern, type name)] for a shape, first match wins; 'odd' and 'even' in place of a layer number stand for these"
     projection = 'Q8_0' if s.hybrid and s.experts else 'Q4_K'
-    return [('token_embd.weight', 'Q6_K' if s.tied else 'Q4_K'), ('output.weight', 'Q6_K'), ('*norm.weight', 'F32'), ('*.ssm_conv1d.weight', 'F32'), ('*.bias', 'F32'), ('*.ssm_a', 'F32'), ('*.ffn_gate_inp*', 'F32'),
-            ('*.ssm_alpha.weight', 'Q8_0'), ('*.ssm_beta.weight', 'Q8_0'), ('*.ssm_ba.weight', 'Q8_0'), ('*.attn_v.weight', 'Q6_K' if projection == 'Q4_K' else projection), ('*.attn_*', projection), ('*.ssm_out.weight', projection),
-            ('*.ffn_down_exps.weight', 'Q5_K' if s.hybrid else 'Q6_K'), ('*_exps.weight', 'Q4_K'), ('*_shexp.weight', 'Q8_0'), ('blk.odd.ffn_down.weight', 'Q6_K'), ('*', 'Q4_K')]
+    return [('token_embd.weight', 'Q6_K' if s.tied else 'Q4_K'), ('output.weight', 'Q6_K'), ('*norm.weight', 'F32'), ('*.ssm_conv1d.weight', 'F32'),
+            ('*.bias', 'F32'), ('*.ssm_a', 'F32'), ('*.ffn_gate_inp*', 'F32'),
+            ('*.ssm_alpha.weight', 'Q8_0'), ('*.ssm_beta.weight', 'Q8_0'), ('*.ssm_ba.weight', 'Q8_0'),
+            ('*.attn_v.weight', 'Q6_K' if projection == 'Q4_K' else projection), ('*.attn_*', projection), ('*.ssm_out.weight', projection),
+            ('*.ffn_down_exps.weight', 'Q5_K' if s.hybrid else 'Q6_K'), ('*_exps.weight', 'Q4_K'), ('*_shexp.weight', 'Q8_0'),
+            ('blk.odd.ffn_down.weight', 'Q6_K'), ('*', 'Q4_K')]
 
 def type_of(s, name):
     "The type of tensor `name` of shape `s`"
@@ -134,7 +150,8 @@ def pool(name, seed=0):
     random = np.random.default_rng([seed, quant_type(name).id])
     bits = lambda n: random.integers(0, 256, (POOL, n), np.uint8)
     if name in ('F32', 'F16', 'BF16'): return quant_type(name).encode(random.normal(0, .02, (POOL, 1)).astype(np.float32))
-    return {'Q4_K': lambda: np.hstack([halves(1e-4, POOL), halves(7.5e-4, POOL), bits(12 + 128)]), 'Q5_K': lambda: np.hstack([halves(5e-5, POOL), halves(7.75e-4, POOL), bits(12 + 32 + 128)]),
+    return {'Q4_K': lambda: np.hstack([halves(1e-4, POOL), halves(7.5e-4, POOL), bits(12 + 128)]),
+            'Q5_K': lambda: np.hstack([halves(5e-5, POOL), halves(7.75e-4, POOL), bits(12 + 32 + 128)]),
             'Q6_K': lambda: np.hstack([bits(128 + 64 + 16), halves(1.5e-5, POOL)]), 'Q8_0': lambda: np.hstack([halves(2.7e-4, POOL), bits(32)])}[name]()
 
 def pooled(name, nbytes, seed=0):
@@ -144,7 +161,8 @@ def pooled(name, nbytes, seed=0):
 
 # %% ../../nbs/models/03_synthetic.ipynb #87cf8c50
 SPREAD = {      # pattern of inner names: standard deviation for an input of unit variance, before the division by √(inputs)
-    'attn_q.weight': 1.5, 'attn_k.weight': 1.5, 'attn_qkv.weight': 1.5, 'ffn_gate_inp*': 2., 'ssm_conv1d.weight': 1., 'output.weight': 3., 'ffn_gate*': 1.5, 'ffn_up*': 1.5, '*': 1.}
+    'attn_q.weight': 1.5, 'attn_k.weight': 1.5, 'attn_qkv.weight': 1.5, 'ffn_gate_inp*': 2., 'ssm_conv1d.weight': 1., 'output.weight': 3., 'ffn_gate*': 1.5,
+    'ffn_up*': 1.5, '*': 1.}
 
 def tiny_values(s, name, shape, seed=0):
     "float32 values of one tensor of a tiny model, the same for the same name and seed"
@@ -164,7 +182,8 @@ def bulk_noise(seed):
     return np.tile(np.random.default_rng(seed).normal(0, .02, 1 << 20).astype(np.float32), 2)
 
 def bulk_values(name, shape, seed, rows):
-    "Values of some rows of a large tensor where noise in blocks will not do: the pool from another place in each tensor, over and over. float32 (len(rows), *shape[1:])"
+    """Values of some rows of a large tensor where noise in blocks will not do: the pool from another place in each tensor, over and over. float32
+    (len(rows), *shape[1:])"""
     picked, columns, noise = np.arange(shape[0])[rows], int(np.prod(shape[1:], dtype=np.int64)), bulk_noise(seed)
     out = np.empty((len(picked), columns), np.float32)
     if name.endswith('norm.weight'): out[:] = 1
@@ -219,26 +238,35 @@ def tokenizer_metadata(s):
     tokens, merges = vocabulary(s.vocab)
     ids, types = {c: tokens.index(c) for c in CONTROLS}, np.full(s.vocab, NORMAL, np.int32)
     types[list(ids.values())] = CONTROL
-    return {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': SPLITTERS.get(s.architecture, 'qwen2'), 'tokenizer.ggml.tokens': tokens, 'tokenizer.ggml.token_type': types, 'tokenizer.ggml.merges': merges,
-            'tokenizer.ggml.eos_token_id': ids['<|im_end|>'], 'tokenizer.ggml.padding_token_id': ids['<|endoftext|>'], 'tokenizer.ggml.add_bos_token': False, 'tokenizer.chat_template': CHATML if s.architecture == 'llama' else TOOLS}
+    return {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': SPLITTERS.get(s.architecture, 'qwen2'), 'tokenizer.ggml.tokens': tokens,
+            'tokenizer.ggml.token_type': types, 'tokenizer.ggml.merges': merges,
+            'tokenizer.ggml.eos_token_id': ids['<|im_end|>'], 'tokenizer.ggml.padding_token_id': ids['<|endoftext|>'], 'tokenizer.ggml.add_bos_token': False,
+            'tokenizer.chat_template': CHATML if s.architecture == 'llama' else TOOLS}
 
 # %% ../../nbs/models/03_synthetic.ipynb #9e67a7a5
 def model_metadata(s, name):
     "GGUF metadata of a shape, with the tokenizer"
-    found = {'context_length': s.context, 'embedding_length': s.hidden, 'block_count': s.layers, 'feed_forward_length': s.intermediate or s.expert_size, 'attention.head_count': s.heads, 'attention.head_count_kv': s.kv_heads,
-             'attention.key_length': s.head_dim, 'attention.value_length': s.head_dim, 'attention.layer_norm_rms_epsilon': 1e-6, 'rope.freq_base': s.theta, 'rope.dimension_count': s.rope_dim or s.head_dim, 'vocab_size': s.vocab}
+    found = {'context_length': s.context, 'embedding_length': s.hidden, 'block_count': s.layers, 'feed_forward_length': s.intermediate or s.expert_size,
+             'attention.head_count': s.heads, 'attention.head_count_kv': s.kv_heads,
+             'attention.key_length': s.head_dim, 'attention.value_length': s.head_dim, 'attention.layer_norm_rms_epsilon': 1e-6, 'rope.freq_base': s.theta,
+             'rope.dimension_count': s.rope_dim or s.head_dim, 'vocab_size': s.vocab}
     if s.experts: found |= {'expert_count': s.experts, 'expert_used_count': s.experts_used, 'expert_feed_forward_length': s.expert_size}
     if s.shared_size: found['expert_shared_feed_forward_length'] = s.shared_size
-    if s.hybrid: found |= {'ssm.conv_kernel': 4, 'ssm.state_size': s.linear_size, 'ssm.group_count': s.key_heads, 'ssm.time_step_rank': s.value_heads, 'ssm.inner_size': s.value_heads * s.linear_size, 'full_attention_interval': s.interval}
+    if s.hybrid:
+        found |= {'ssm.conv_kernel': 4, 'ssm.state_size': s.linear_size, 'ssm.group_count': s.key_heads, 'ssm.time_step_rank': s.value_heads,
+                  'ssm.inner_size': s.value_heads * s.linear_size, 'full_attention_interval': s.interval}
     if s.architecture.startswith('qwen35'):
         third = s.rope_dim // 6
         found['rope.dimension_sections'] = np.array([11, 11, 10, 0] if s.rope_dim == 64 else [s.rope_dim // 2 - 2 * third, third, third, 0], np.int32)
-    return {'general.architecture': s.architecture, 'general.type': 'model', 'general.name': f'synthetic {name}'} | {f'{s.architecture}.{key}': value for key, value in found.items()} | tokenizer_metadata(s)
+    return {'general.architecture': s.architecture, 'general.type': 'model',
+            'general.name': f'synthetic {name}'} | {f'{s.architecture}.{key}': value for key, value in found.items()} | tokenizer_metadata(s)
 
 # %% ../../nbs/models/03_synthetic.ipynb #97c2470f
 def synth(shape, out, format='gguf', layers=None, *, to=None, seed=0, progress=None) -> Conversion:
-    """Write a model of random weights. shape: a name of `SHAPES`; out: a path that does not exist yet; format: 'gguf' or 'safetensors' (a folder); layers: fewer or more than the shape has;
-    to: a recipe of `formats.quantize` or a kind of `convert.FOLDER_KINDS` for all tensors (None: the usual mix; NVFP4 for a folder of a large shape, BF16 for a tiny one); progress(bytes done, bytes in all, tensor name).
+    """Write a model of random weights. shape: a name of `SHAPES`; out: a path that does not exist yet; format: 'gguf' or 'safetensors' (a folder);
+    layers: fewer or more than the shape has;
+    to: a recipe of `formats.quantize` or a kind of `convert.FOLDER_KINDS` for all tensors (None: the usual mix; NVFP4 for a folder of a large shape,
+    BF16 for a tiny one); progress(bytes done, bytes in all, tensor name).
     UnsupportedError for an unknown name, SparkinferError when `out` exists or the disk is too small."""
     s, out = shape_of(shape, layers), Path(out)
     if format not in ('gguf', 'safetensors'): raise UnsupportedError(f"format is {format!r}, and can be 'gguf' or 'safetensors'")
@@ -249,7 +277,8 @@ def synth(shape, out, format='gguf', layers=None, *, to=None, seed=0, progress=N
         if format == 'gguf': return write_as_gguf(model, out, to, progress=progress) if to else write_mix(s, model, out, seed, progress)
         if to: return write_as_folder(model, out, to.upper(), progress=progress)
         done = write_as_folder(model, out, 'BF16', progress=progress) if s.tiny else write_bulk_folder(model, out, progress)
-        return replace(done, notes=('the usual mix of a folder: ' + ('BF16, as a tiny shape has it' if s.tiny else 'NVFP4 for projections, BF16 and F32 for the rest'),))
+        return replace(done, notes=('the usual mix of a folder: '
+                                    + ('BF16, as a tiny shape has it' if s.tiny else 'NVFP4 for projections, BF16 and F32 for the rest'),))
 
 def write_mix(s, model, out, seed=0, progress=None):
     "A GGUF file in the usual mix of types: tiny values are encoded, large tensors come from the pool"
@@ -257,11 +286,13 @@ def write_mix(s, model, out, seed=0, progress=None):
     sizes = {name: quant_type(types[name]).nbytes(part.size) for name, part in model.parts.items()}
     need_room(out, sum(sizes.values()))
     def pieces(name, part):
-        if s.tiny or types[name] == 'F32' and len(part.shape) < 2: return lambda: (encode(values, types[name], 'nearest' if types[name] in SIMPLE_CODES else 'search') for values in part.pieces())
+        if s.tiny or types[name] == 'F32' and len(part.shape) < 2:
+            return lambda: (encode(values, types[name], 'nearest' if types[name] in SIMPLE_CODES else 'search') for values in part.pieces())
         return lambda: pooled(types[name], sizes[name], seed)
     tensors = {name: (quant_type(types[name]), part.shape, pieces(name, part)) for name, part in model.parts.items()}
     write_gguf(out, model.metadata | {'general.file_type': 15, 'general.quantization_version': 2}, counted(tensors, sum(sizes.values()), progress))
-    return Conversion(out, [(name, part.shape, 'noise', types[name], sizes[name]) for name, part in model.parts.items()], notes=('the usual mix of a GGUF file: mostly Q4_K, as in published Q4_K_M files (--to gives one recipe)',))
+    return Conversion(out, [(name, part.shape, 'noise', types[name], sizes[name]) for name, part in model.parts.items()],
+                      notes=('the usual mix of a GGUF file: mostly Q4_K, as in published Q4_K_M files (--to gives one recipe)',))
 
 # %% ../../nbs/models/03_synthetic.ipynb #d3507056
 @lru_cache(None)
@@ -280,10 +311,13 @@ def write_bulk_folder(model, out, progress=None):
     tensors, rows = {}, []
     for name, part in hf_parts(model).items():
         kind = folder_kind(name, part.shape, 'NVFP4', ())
-        if kind == 'NVFP4': tensors[name] = Deferred('NVFP4', part.shape, partial(np.broadcast_to, np.float32(0), part.shape), noise_nvfp4, largest=lambda: .007 * NVFP4_LARGEST)
+        if kind == 'NVFP4':
+            tensors[name] = Deferred('NVFP4', part.shape, partial(np.broadcast_to, np.float32(0), part.shape), noise_nvfp4,
+                                     largest=lambda: .007 * NVFP4_LARGEST)
         else: tensors[name] = Deferred(kind, part.shape, part.pieces)
         rows.append((name, part.shape, 'noise', kind, int(part.size * {'NVFP4': 4.5, 'BF16': 16, 'F32': 32}[kind] / 8)))
     need_room(out, sum(row[4] for row in rows))
     with tempfile.TemporaryDirectory() as scratch:
-        write_folder(out, tensors, hf_config(model.config, model.architecture, model.tied), files=write_hf_tokenizer(model.metadata, Path(scratch)), progress=progress)
+        write_folder(out, tensors, hf_config(model.config, model.architecture, model.tied), files=write_hf_tokenizer(model.metadata, Path(scratch)),
+                     progress=progress)
     return Conversion(out, rows)

@@ -215,7 +215,8 @@ def shaped(tensor, shape):
     return replace(tensor, shape=shape) if [n for n in tensor.shape if n > 1] == [n for n in shape if n > 1] else tensor
 
 # %% ../../nbs/models/01_weights.ipynb #08ab47f3
-WOVEN = {'delta.qkv': 'delta.qkvz', 'delta.z': 'delta.qkvz', 'delta.b': 'delta.ba', 'delta.a': 'delta.ba'}         # canonical: the tensor that holds it in some files
+# canonical: the tensor that holds it in some files
+WOVEN = {'delta.qkv': 'delta.qkvz', 'delta.z': 'delta.qkvz', 'delta.b': 'delta.ba', 'delta.a': 'delta.ba'}
 
 def woven_rows(config):
     "{canonical inner name: (name of the tensor that holds it, its rows there in canonical order)}"

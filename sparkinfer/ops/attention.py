@@ -107,7 +107,8 @@ def load8(typingctx, tag, address):
 def _narrow(b, tag, value):
     "f32x8 as eight cached numbers, to nearest even (int8: of magnitudes up to 127)"
     if isinstance(tag, types.Float): return value
-    if _is_i8(tag): return b.trunc(b.bitcast(b.fadd(value, _constant(f32x8, 1.5 * 2**23)), i32x8.llvm), _I8x8)     # the adder rounds; the low byte is the number
+    # the adder rounds; the low byte is the number
+    if _is_i8(tag): return b.trunc(b.bitcast(b.fadd(value, _constant(f32x8, 1.5 * 2**23)), i32x8.llvm), _I8x8)
     if tag.signed and _NATIVE_F16: return _f32_to_f16(b, value)
     if tag.signed:
         beyond = b.fsub(value, value)

@@ -18,8 +18,10 @@ from numba.extending import intrinsic
 import numpy as np
 from ..formats.blocks import LAYOUTS
 from ..jit import jit
-from .k_quants import FLOATS, FORM_BYTES, HALVES, HALVES_MIN, PLAIN, WIDE, TileFormat, either, mask, plus, shift_left, shift_right, shift_signed, splat_i32
-from .simd import (HAS_AVX2, HAS_VNNI, SIGNED, UNSIGNED, Vector, add, f32x8, fma, i16x16, i32x8, i8x32, is_unsigned, load_f32, mul, prefetch, splat, store, sub,
+from .k_quants import (FLOATS, FORM_BYTES, HALVES, HALVES_MIN, PLAIN, WIDE, TileFormat, either, mask, plus, shift_left, shift_right,
+                                     shift_signed, splat_i32)
+from .simd import (HAS_AVX2, HAS_VNNI, SIGNED, UNSIGNED, Vector, add, f32x8, fma, i16x16, i32x8, i8x32, is_unsigned, load_f32, mul, prefetch,
+                                 splat, store, sub,
                                  to_f32x8, zero_f32x8, _call, _constant, _f16_to_f32, _indices, _load, _splat)
 
 # %% ../../nbs/ops/09_file_rows.ipynb #1d8470aa
@@ -393,7 +395,8 @@ def _spread_bits(at):
         return types.UniTuple(i8x64, 4)(i8x64), codegen
     return word
 
-fifth_bits_at_2, fifth_bits_at_4 = _spread_bits(2), _spread_bits(4)      # of the four bytes from there on, among the eight of each row -> 16 or 0 for weights 0 … 7, 8 … 15, …
+# of the four bytes from there on, among the eight of each row -> 16 or 0 for weights 0 … 7, 8 … 15, …
+fifth_bits_at_2, fifth_bits_at_4 = _spread_bits(2), _spread_bits(4)
 
 # %% ../../nbs/ops/09_file_rows.ipynb #5bf85a1c
 @jit(forceinline=True)
@@ -465,7 +468,8 @@ def _lookup(values):
     def word(typingctx, codes):
         def codegen(context, b, signature, args):
             if HAS_VNNI: return _call(b, 'llvm.x86.avx512.pshuf.b.512', i8x64.llvm, [ir.Constant(i8x64.llvm, values * 4), args[0]])
-            if HAS_AVX2: return _join(b, *[_call(b, 'llvm.x86.avx2.pshuf.b', i8x32.llvm, [ir.Constant(i8x32.llvm, values * 2), part]) for part in _parts(b, args[0])])
+            if HAS_AVX2:
+                return _join(b, *[_call(b, 'llvm.x86.avx2.pshuf.b', i8x32.llvm, [ir.Constant(i8x32.llvm, values * 2), part]) for part in _parts(b, args[0])])
             found = _constant(i8x64, 0)
             for code, value in enumerate(values): found = b.select(b.icmp_signed('==', args[0], _constant(i8x64, code)), _constant(i8x64, value), found)
             return found
@@ -528,7 +532,8 @@ def rows_mxfp4(action, base, begin, end, blocks, target):
         at, i = _place(action, target, block, begin, blocks), rows_dot_start(UNSIGNED)
         a, b = rows16(p + 1, stride)
         i = _feed_plain(action, UNSIGNED, _feed_plain(action, UNSIGNED, i, twelve_more(mask(a, 15)), 12, 0, at), twelve_more(mask(b, 15)), 12, 1, at)
-        i = _feed_plain(action, UNSIGNED, _feed_plain(action, UNSIGNED, i, twelve_more(shift_right(a, 4)), 12, 2, at), twelve_more(shift_right(b, 4)), 12, 3, at)
+        i = _feed_plain(action, UNSIGNED, _feed_plain(action, UNSIGNED, i, twelve_more(shift_right(a, 4)), 12, 2, at),
+                        twelve_more(shift_right(b, 4)), 12, 3, at)
         total = _end_plain(action, total, rows_total(i), 12, _half_power(byte_of_rows(p, stride)), target, block, begin, blocks)
         p += 17
     return total
@@ -536,7 +541,8 @@ def rows_mxfp4(action, base, begin, end, blocks, target):
 # %% ../../nbs/ops/09_file_rows.ipynb #07bc3315
 @intrinsic
 def half_small_floats(typingctx, words):
-    "Half of the UE4M3 number in each byte of each word -> f32x8 of bytes 0, 1, 2 and 3. Moved up, its bits are a half with another bias, subnormal or not; 0x7f counts as 0"
+    """Half of the UE4M3 number in each byte of each word -> f32x8 of bytes 0, 1, 2 and 3. Moved up, its bits are a half with another bias, subnormal
+    or not; 0x7f counts as 0"""
     def codegen(context, b, signature, args):
         x, found = b.bitcast(args[0], i16x16.llvm), []
         for place in (0, 8):
@@ -589,7 +595,8 @@ def _q3_k_half(action, total, d, scales, more_scales, p, high, bit, stride, targ
     low = rows32(p, stride)
     total = _pairs_run(action, total, low, 0, high, bit, 4, _q3_k_scale(d, scales, 0), _q3_k_scale(d, scales, 1), target, block, begin, blocks)
     total = _pairs_run(action, total, low, 2, high, bit + 1, 4, _q3_k_scale(d, scales, 2), _q3_k_scale(d, scales, 3), target, block + 1, begin, blocks)
-    total = _pairs_run(action, total, low, 4, high, bit + 2, 4, _q3_k_scale(d, more_scales, 0), _q3_k_scale(d, more_scales, 1), target, block + 2, begin, blocks)
+    total = _pairs_run(action, total, low, 4, high, bit + 2, 4, _q3_k_scale(d, more_scales, 0), _q3_k_scale(d, more_scales, 1), target,
+                       block + 2, begin, blocks)
     return _pairs_run(action, total, low, 6, high, bit + 3, 4, _q3_k_scale(d, more_scales, 2), _q3_k_scale(d, more_scales, 3), target, block + 3, begin, blocks)
 
 # %% ../../nbs/ops/09_file_rows.ipynb #dfb1fea3
@@ -606,9 +613,11 @@ def rows_q3_k(action, base, begin, end, blocks, target):
         first, second = either(shift_right(w0, 16), shift_left(w1, 16)), either(shift_right(w1, 16), shift_left(w2, 16))
         top, d = either(shift_right(w2, 16), shift_left(w3, 16)), two_halves(w3)[1]
         high = rows32(p, stride)
-        total = _q3_k_half(action, total, d, _six_bit_scales(first, top), _six_bit_scales(second, shift_right(top, 2)), p + 32, high, 0, stride, target, block, begin, blocks)
+        total = _q3_k_half(action, total, d, _six_bit_scales(first, top), _six_bit_scales(second, shift_right(top, 2)), p + 32, high, 0, stride, target,
+                           block, begin, blocks)
         first, second, top = shift_right(first, 4), shift_right(second, 4), shift_right(top, 4)
-        total = _q3_k_half(action, total, d, _six_bit_scales(first, top), _six_bit_scales(second, shift_right(top, 2)), p + 64, high, 4, stride, target, block + 4, begin, blocks)
+        total = _q3_k_half(action, total, d, _six_bit_scales(first, top), _six_bit_scales(second, shift_right(top, 2)), p + 64, high, 4, stride, target,
+                           block + 4, begin, blocks)
         p += 110
     return total
 
@@ -738,7 +747,8 @@ ROW_FORMATS = tuple(_row_format(FIRST_ROW_KIND + i, *row) for i, row in enumerat
 ROW_KINDS = {row[0]: f.kind for row, f in zip(_WALKS, ROW_FORMATS)}
 
 def row_kind(type_name, rows=8, columns=256):
-    """The kind of tile that eight rows of this GGUF type make where they lie in their file, or None: the type has no kernel here, `rows` is no multiple of 8 (a last tile would
+    """The kind of tile that eight rows of this GGUF type make where they lie in their file, or None: the type has no kernel here, `rows` is no
+    multiple of 8 (a last tile would
     read rows that are not there), or `columns` is not whole blocks. Such a matrix has to be packed"""
     if rows % 8 or columns % 32 or columns % LAYOUTS.get(type_name, (0, 1, 0))[1]: return None
     return ROW_KINDS.get(type_name)

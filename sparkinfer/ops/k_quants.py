@@ -27,8 +27,10 @@ from numba import types
 from numba.extending import intrinsic
 import numpy as np
 from ..jit import jit
-from .simd import (HAS_AVX2, HAS_VNNI, SIGNED, UNSIGNED, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit, fma, high_nibble,
-                                 i8x32, i16x16, i32x8, load_f16, load_f16x8, load_f32, load_f32x8, load_i64, load_i8x32, load_i32x8, load_u8, low_nibble, mul, prefetch,
+from .simd import (HAS_AVX2, HAS_VNNI, SIGNED, UNSIGNED, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit,
+                                 fma, high_nibble,
+                                 i8x32, i16x16, i32x8, load_f16, load_f16x8, load_f32, load_f32x8, load_i64, load_i8x32, load_i32x8, load_u8,
+                                 low_nibble, mul, prefetch,
                                  round_i32x8, splat, store, store_i8x8, to_f32x8, zero_f32x8, _call, _f16_to_f32, _indices, _load, _make_load, _splat, _store)
 
 _f = np.float32
@@ -923,7 +925,8 @@ def _both_signs(*sizes): return sizes + (0,) * (8 - len(sizes)) + tuple(-size fo
 # type: (levels by code, unit)
 LEVELS = {'IQ4_NL': (_UNEVEN, 1.), 'IQ4_XS': (_UNEVEN, 1.), **dict.fromkeys(('NVFP4', 'MXFP4', 'NVFP4_ROWS', 'MXFP4_ROWS'), (_E2M1, 1.)),
           **dict.fromkeys(('IQ2_XXS', 'IQ2_XS', 'IQ2_S'), (_both_signs(8, 25, 43), .125)), 'IQ3_XXS': (_both_signs(4, 12, 20, 28, 36, 44, 52, 62), .25),
-          'IQ3_S': (_both_signs(*range(1, 16, 2)), 1.), **dict.fromkeys(('IQ1_S', 'IQ1_M'), (_both_signs(1, 7, 9), .125)),       # −1, 0 and 1, an eighth up or down
+          # −1, 0 and 1, an eighth up or down
+          'IQ3_S': (_both_signs(*range(1, 16, 2)), 1.), **dict.fromkeys(('IQ1_S', 'IQ1_M'), (_both_signs(1, 7, 9), .125)),
           **dict.fromkeys(('TQ1_0', 'TQ2_0', 'Q2_0', 'Q1_0'), (_both_signs(0, 1, 2), 1.))}
 _SHIFT = {'IQ2_XXS': 3, 'IQ2_XS': 3, 'IQ2_S': 3, 'IQ3_XXS': 2}                 # bits of a size that may go without two sizes becoming one
 

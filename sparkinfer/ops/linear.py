@@ -20,10 +20,13 @@ from ..errors import UnsupportedError
 from ..formats.blocks import quant_type
 from ..jit import jit
 from .file_rows import ROW_FORMATS
-from .k_quants import (FLOATS, FORM_BYTES, HALVES, HALVES_MIN, K_FORMATS, LEVELS, PLAIN, RUN_SCALES, WIDE, TileFormat, copy_floats, copy_half, either, fetch_ahead,
-                                     four_rows_halves, four_rows_halves_min, four_tiles_f32, gather_i32, mask, pack_decoded_levels, pack_f32, pack_mxfp4_rows, pack_nvfp4_rows, shift_left,
+from .k_quants import (FLOATS, FORM_BYTES, HALVES, HALVES_MIN, K_FORMATS, LEVELS, PLAIN, RUN_SCALES, WIDE, TileFormat, copy_floats, copy_half,
+                                     either, fetch_ahead,
+                                     four_rows_halves, four_rows_halves_min, four_tiles_f32, gather_i32, mask, pack_decoded_levels, pack_f32, pack_mxfp4_rows,
+                                     pack_nvfp4_rows, shift_left,
                                      shift_right, tile_f32, transpose_8x4, transpose_8x8, write_heads)
-from .simd import (SIGNED, UNSIGNED, absolute, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit, fma, high_nibble, is_unsigned,
+from .simd import (SIGNED, UNSIGNED, absolute, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit, fma,
+                                 high_nibble, is_unsigned,
                                  load_f16x8, load_f32, load_f32x8, load_i32, load_i8, load_i8x32, load_u8, low_nibble, max_lanes, maximum, mul,
                                  round_i32x8, splat, store, store_f16x8, store_i8x8, sum_lanes, to_f32x8, zero_f32x8, zero_i32x8, zero_i8x32, _pointer)
 
@@ -69,7 +72,8 @@ def quantize_activation(record, columns, block_begin, block_end):
 # %% ../../nbs/ops/01_linear.ipynb #aec3dd0d
 @jit
 def pack_q4(source, target, num_blocks, tile_begin, tile_end, has_min):
-    "Q4_0 (18-byte blocks) or Q4_1 (20-byte blocks, `has_min`) to Q4 tiles: 8 scales, 8 mins, 4 registers of 8 rows x 4 bytes. `source` begins at row 8 * tile_begin"
+    """Q4_0 (18-byte blocks) or Q4_1 (20-byte blocks, `has_min`) to Q4 tiles: 8 scales, 8 mins, 4 registers of 8 rows x 4 bytes. `source` begins at
+    row 8 * tile_begin"""
     size = 20 if has_min else 18
     row = num_blocks * size
     for t in range(tile_begin, tile_end):
@@ -374,7 +378,8 @@ def matmul_kernel(unpack, four_rows):
         stride = tile_stride(kind, num_blocks)
         for t in range(tile_begin, tile_end):
             unpack(weights + t * stride, 0, num_blocks, num_blocks, scratch)
-            for m in range(0, num_records, 4): four_rows(scratch, records + m * record_stride, record_stride, num_blocks, out + m * out_stride + 32 * t, out_stride)
+            for m in range(0, num_records, 4):
+                four_rows(scratch, records + m * record_stride, record_stride, num_blocks, out + m * out_stride + 32 * t, out_stride)
     @jit
     def matmul_of_stored_form(kind, weights, records, record_stride, num_records, num_blocks, out, out_stride, tile_begin, tile_end, scratch):
         stride = tile_stride(kind, num_blocks)
@@ -502,7 +507,8 @@ def _pack_rows(packer, data, rows, columns, target, tile_begin, tile_end, extra,
     "data: rows from `first` on, uint8; beside: a second array of rows, whose address the packer gets as `extra`"
     arrays = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (data, beside) if a is not None]
     sizes = [a.nbytes // max(1, rows - first) for a in arrays]
-    def go(parts, begin, end): packer(parts[0].ctypes.data, target.ctypes.data, columns // 32, begin, end, parts[1].ctypes.data if beside is not None else extra)
+    def go(parts, begin, end):
+        packer(parts[0].ctypes.data, target.ctypes.data, columns // 32, begin, end, parts[1].ctypes.data if beside is not None else extra)
     whole = min(tile_end, rows // 8)
     if whole > tile_begin: go([a[(8 * tile_begin - first) * size:] for a, size in zip(arrays, sizes)], tile_begin, whole)
     if tile_end > whole and rows % 8:
@@ -513,7 +519,8 @@ def _pack_rows(packer, data, rows, columns, target, tile_begin, tile_end, extra,
 # %% ../../nbs/ops/01_linear.ipynb #lnpackd0
 def _pack_decoded(f, type_name, data, rows, columns, target, tile_begin, tile_end):
     "Through float32, about 4 MB at a time: into tiles of levels, or as floats"
-    from sparkinfer.formats.fast_decode import decode_into                     # here, because models whose types are all repacked from their bytes never need it
+    # here, because models whose types are all repacked from their bytes never need it
+    from sparkinfer.formats.fast_decode import decode_into
     quant, step = quant_type(type_name), max(1, (1 << 17) // columns)
     row_blocks = columns // quant.block_size
     all_blocks = data.reshape(rows * row_blocks, quant.block_bytes)
@@ -555,7 +562,8 @@ def matvec(kind, weights, record, columns, out, tile_begin, tile_end):
 @jit
 def matmul(kind, weights, records, record_stride, num_records, columns, out, out_stride, tile_begin, tile_end, scratch):
     """Rows of tiles [tile_begin, tile_end) for many activation records.
-    `num_records` is rounded up to a multiple of 4: records and output rows must exist up to there. Strides in bytes; `scratch` holds SCRATCH_PER_BLOCK bytes per block"""
+    `num_records` is rounded up to a multiple of 4: records and output rows must exist up to there. Strides in bytes; `scratch` holds
+    SCRATCH_PER_BLOCK bytes per block"""
     _matmul(kind, weights, records, record_stride, num_records, columns // 32, out, out_stride, tile_begin, tile_end, scratch)
 
 @jit

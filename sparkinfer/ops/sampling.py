@@ -38,7 +38,8 @@ class SampleSpec:
     history_ids: np.ndarray = field(default_factory=_no_ids)      # int32 (t,): the prompt's tokens, then the generated ones
     prompt_length: int = 0            # how many of `history_ids` are the prompt's
     num_logprobs: int = -1            # -1 none; 0 the drawn token's own; n also the n most likely
-    allowed: np.ndarray = field(default_factory=_no_words)        # uint32 (words,): bit i % 32 of word i // 32 is 1 if token i is allowed, tokens past the last word are not; (0,): all are
+    # uint32 (words,): bit i % 32 of word i // 32 is 1 if token i is allowed, tokens past the last word are not; (0,): all are
+    allowed: np.ndarray = field(default_factory=_no_words)
 
 class Sampled(NamedTuple):
     "One drawn token. `logprob` is NaN and the arrays are empty unless they were asked for."
@@ -80,7 +81,8 @@ def token_uniform(key, token):
 _MASK = (1 << 64) - 1
 
 def _as_key(spec) -> np.uint64:
-    return np.uint64(noise_key(np.uint64(int(spec.seed) & _MASK), np.uint64(int(spec.choice) & _MASK), np.uint64(int(spec.step) & _MASK)))   # Numba hands back a Python int
+    # Numba hands back a Python int
+    return np.uint64(noise_key(np.uint64(int(spec.seed) & _MASK), np.uint64(int(spec.choice) & _MASK), np.uint64(int(spec.step) & _MASK)))
 
 def gumbel_noise(key, # uint64 from `noise_key`
                  ids  # token ids, any shape
