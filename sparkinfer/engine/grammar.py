@@ -28,7 +28,8 @@ from ..text.reasoning_tools import Markup, as_json, json_types
 class _Vocabulary:
     "What `TokenizerWrapper` asks for"
     bos_token_id = None
-    def __init__(self, tokens, special_ids, ends, encode): self.tokens, self.special_token_ids, self.eos_token_id, self._encode = tokens, special_ids, ends[0], encode
+    def __init__(self, tokens, special_ids, ends, encode):
+        self.tokens, self.special_token_ids, self.eos_token_id, self._encode = tokens, special_ids, ends[0], encode
     def __call__(self, text): return self._encode(text.decode('utf-8', 'replace') if isinstance(text, bytes) else text)
 
 def library_tokenizer(tokenizer) -> tuple:
@@ -48,7 +49,8 @@ COMPILE_SECONDS, COMPILE_STACK = 10, 128 << 20
 FORMATS = {'date-time', 'time', 'date', 'duration', 'email', 'hostname', 'ipv4', 'ipv6', 'uuid', 'uri'}
 _OF_NAMES = 'properties', 'patternProperties', '$defs', 'definitions', 'dependentSchemas'      # keywords that hold schemas: by name, in a list, alone
 _OF_LISTS = 'allOf', 'anyOf', 'oneOf', 'prefixItems', 'items'
-_ALONE = 'items', 'additionalProperties', 'not', 'if', 'then', 'else', 'contains', 'propertyNames', 'unevaluatedItems', 'unevaluatedProperties', 'additionalItems'
+_ALONE = ('items', 'additionalProperties', 'not', 'if', 'then', 'else', 'contains', 'propertyNames', 'unevaluatedItems', 'unevaluatedProperties',
+          'additionalItems')
 _BOUNDS = 'minimum', 'maximum', 'exclusiveMinimum', 'exclusiveMaximum'
 
 _is_schema = lambda value: isinstance(value, (dict, bool))
@@ -61,7 +63,8 @@ _SHAPES = {'a schema': (_is_schema, _ALONE), 'a list of schemas': (_are_schemas,
            'a type or a list of them': (lambda value: isinstance(value, str) or _are_names(value), ['type']),
            'a number': (_is_number, [*_BOUNDS, 'multipleOf']),
            f'a whole number from 0 to {(1 << 32) - 1}': (lambda value: _is_number(value) and 0 <= value < 1 << 32 and value == int(value),
-                                                         ['minLength', 'maxLength', 'minItems', 'maxItems', 'minProperties', 'maxProperties', 'minContains', 'maxContains']),
+                                                         ['minLength', 'maxLength', 'minItems', 'maxItems', 'minProperties', 'maxProperties', 'minContains',
+                                                          'maxContains']),
            'text': (lambda value: isinstance(value, str), ['pattern', 'format', '$ref', '$id', '$anchor']),
            'true or false': (lambda value: isinstance(value, bool), ['uniqueItems'])}
 _SHAPES['a schema or a list of them'] = lambda value: _is_schema(value) or _are_schemas(value), ['items']
@@ -84,7 +87,8 @@ def checked_schema(schema, refuse) -> dict:
         part, depth, path, base = todo.pop()
         if not isinstance(part, dict): continue
         seen[id(part)] = part
-        if len(seen) > MOST_PARTS or depth > LARGEST_DEPTH: raise refuse(f'the schema is too large: it may have {MOST_PARTS:,} parts and a depth of {LARGEST_DEPTH}')
+        if len(seen) > MOST_PARTS or depth > LARGEST_DEPTH:
+            raise refuse(f'the schema is too large: it may have {MOST_PARTS:,} parts and a depth of {LARGEST_DEPTH}')
         _check_part(part, refuse)
         base = _name_place(part, path, base, places, refuse)
         if '$ref' in part: references.append((part, base))
@@ -102,7 +106,8 @@ def _check_part(part, refuse):
         shape, right = _SHAPE_OF[key]
         if not right(part[key]): raise refuse(f'{key!r} must be {shape}, not {json.dumps(part[key])[:60]}')
     if part.get('format', 'date') not in FORMATS: del part['format']
-    if len(part.get('properties', ())) > MOST_PROPERTIES: raise refuse(f'an object of a schema may list {MOST_PROPERTIES} properties, not {len(part["properties"])}')
+    if len(part.get('properties', ())) > MOST_PROPERTIES:
+        raise refuse(f'an object of a schema may list {MOST_PROPERTIES} properties, not {len(part["properties"])}')
     for key in [key for key in _BOUNDS if key in part]: part[key] = drawn_in(part[key], key.endswith('aximum'), part.get('type'))
     if part.get('minProperties', 0) > len(part.get('required', ())) + 1:
         raise refuse(f"'minProperties' {part['minProperties']} cannot be enforced: it may be one more than the number of 'required' names")
@@ -112,7 +117,8 @@ def drawn_in(bound, upper: bool, kinds) -> int | float:
     "A bound that the library computes with exactly, or the next one inside of it that it does. kinds: the schema's `type`"
     if abs(bound) <= LARGEST_EXACT: return bound
     whole = {kinds} if isinstance(kinds, str) else set(kinds or ['number'])
-    most = (1 << 63) - 1 if upper and 'number' not in whole else (1 << 63) - 1024            # int64's largest is exact for whole numbers; 1024 less is the last double below
+    # int64's largest is exact for whole numbers; 1024 less is the last double below
+    most = (1 << 63) - 1 if upper and 'number' not in whole else (1 << 63) - 1024
     if upper and bound >= most or not upper and bound <= -most: return most if upper else -most
     if abs(bound) > 1 << 63: return bound                                                    # nothing lies within it: the library says so
     near = float(bound)
@@ -131,9 +137,11 @@ def _check_multiples(multiples, refuse):
     for number in multiples:
         exact = abs(Fraction(repr(number)))
         if not exact: raise refuse("'multipleOf' must not be 0")
-        if max(exact, size(exact)) > LARGEST_MULTIPLE: raise refuse(f"'multipleOf' {str(number)[:40]} cannot be enforced: its digits may make up {LARGEST_MULTIPLE:,} at most")
+        if max(exact, size(exact)) > LARGEST_MULTIPLE:
+            raise refuse(f"'multipleOf' {str(number)[:40]} cannot be enforced: its digits may make up {LARGEST_MULTIPLE:,} at most")
         common = Fraction(math.lcm(common.numerator * exact.denominator, exact.numerator * common.denominator), common.denominator * exact.denominator)
-        if max(common, size(common)) > LARGEST_COMMON: raise refuse(f"the 'multipleOf' of a schema cannot be enforced together: their least common multiple may be {LARGEST_COMMON:,}")
+        if max(common, size(common)) > LARGEST_COMMON:
+            raise refuse(f"the 'multipleOf' of a schema cannot be enforced together: their least common multiple may be {LARGEST_COMMON:,}")
 
 # %% ../../nbs/engine/04_grammar.ipynb #c4d6f02b
 def _name_place(part, path, base, places, refuse):
@@ -169,7 +177,8 @@ def _check_reference(reference, schema, seen, refuse):
         key = key.replace('~1', '/').replace('~0', '~')
         if isinstance(target, list): target = target[int(key)] if re.fullmatch('0|[1-9][0-9]{0,8}', key) and int(key) < len(target) else None
         else: target = target.get(key) if isinstance(target, dict) else None
-    if not isinstance(target, bool) and id(target) not in seen: raise refuse(f"'$ref' {reference[:80]!r} leads to no schema: those in '$defs' and 'definitions' can be referred to, and those inside of other keywords")
+    if not isinstance(target, bool) and id(target) not in seen:
+        raise refuse(f"'$ref' {reference[:80]!r} leads to no schema: those in '$defs' and 'definitions' can be referred to, and those inside of other keywords")
 
 # %% ../../nbs/engine/04_grammar.ipynb #9bdd3d70
 _SPACE = r'\x20|\x0A\x20{0,16}'
@@ -187,7 +196,8 @@ def plain_regex(text):
     r"An expression for a Lark rule in which \d, \w and \s are those of ASCII, as in JSON Schema and as who asks for a date means them: to the library \d is also an Arabic digit, and U+1FBF0"
     return f'/{regex_to_lark(text, "dws")}/'
 
-RULES = {'json_object': lambda text, refuse: json_rules('{"type": "object"}', refuse), 'json_schema': json_rules, 'regex': lambda text, refuse: LLMatcher.grammar_from_lark(f'start: {plain_regex(text)}')}
+RULES = {'json_object': lambda text, refuse: json_rules('{"type": "object"}', refuse), 'json_schema': json_rules,
+         'regex': lambda text, refuse: LLMatcher.grammar_from_lark(f'start: {plain_regex(text)}')}
 
 def _one_line(error): return ' '.join(re.split('<state>|<non-verbose', str(error))[0].split())[:300]
 
@@ -209,7 +219,8 @@ def _checked_json(text, refuse):
         if not found[1]: continue
         try: schema, at = json.JSONDecoder().raw_decode(text, at)
         except (ValueError, RecursionError) as error: raise refuse(f'the schema behind %json is not JSON: {error}') from None
-        if re.search('[\ud800-\udfff]', json.dumps(schema, ensure_ascii=False)): raise refuse('the schema behind %json holds half of a surrogate pair, which is no character')
+        if re.search('[\ud800-\udfff]', json.dumps(schema, ensure_ascii=False)):
+            raise refuse('the schema behind %json holds half of a surrogate pair, which is no character')
         parts.append(json.dumps({**checked_schema(schema, refuse), 'x-guidance': _JSON_OPTIONS}))
     return ''.join(parts) + text[at:]
 
@@ -223,7 +234,8 @@ def gbnf_rules(text, refuse) -> str:
 RULES |= {'lark': lark_rules, 'gbnf': gbnf_rules}
 
 # %% ../../nbs/engine/04_grammar.ipynb #1dbfbd17
-# items in a row: 500 optional properties need more than the usual 2,000; in a step: rules that can be read in many ways need more with every token, and stop here
+# items in a row: 500 optional properties need more than the usual 2,000; in a step: rules that can be read in many ways need more with every token,
+# and stop here
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, max_items_in_row=10_000, step_max_items=20_000, verbose_errors=False)
 PLACE_SECONDS, MOST_WAITING, MOST_GIVEN_UP = 1, 8, 4
 PROBE_SECONDS, MASK_SECONDS, FREE_SECONDS = 2, .5, .005     # of CPU time: of the first steps; of an answer's masks, without what each may take anyway
@@ -235,10 +247,12 @@ class _Compilers:
     def enter(self, seconds):
         "Take a place. EngineBusy if there is none within so many seconds"
         with self.changed:
-            if self.given_up >= MOST_GIVEN_UP or (self.running >= self.places and self.waiting >= MOST_WAITING): raise EngineBusy('other grammars are being compiled: try again later')
+            if self.given_up >= MOST_GIVEN_UP or (self.running >= self.places and self.waiting >= MOST_WAITING):
+                raise EngineBusy('other grammars are being compiled: try again later')
             self.waiting += 1
             try:
-                if not self.changed.wait_for(lambda: self.running < self.places, seconds): raise EngineBusy('other grammars are being compiled: try again later')
+                if not self.changed.wait_for(lambda: self.running < self.places, seconds):
+                    raise EngineBusy('other grammars are being compiled: try again later')
             finally: self.waiting -= 1
             self.running += 1
 
@@ -278,7 +292,8 @@ def in_bounds(function, seconds=COMPILE_SECONDS, place_seconds=PLACE_SECONDS):
     if not out and _compilers.give_up(job): raise TimeoutError
     value, error = out[0]
     if error is None: return value
-    raise error if isinstance(error, Exception) else SparkinferError(f'the library of grammars has failed: {_one_line(error)}')            # its panics are not Exceptions
+    # its panics are not Exceptions
+    raise error if isinstance(error, Exception) else SparkinferError(f'the library of grammars has failed: {_one_line(error)}')
 
 # %% ../../nbs/engine/04_grammar.ipynb #65c81111
 class GrammarCompiler:
@@ -289,7 +304,8 @@ class GrammarCompiler:
         self.words = -(-tokenizer.vocab_size // 32)                             # of a mask
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        "A matcher at the beginning, to be copied. Raises RequestError with the reason: it is not understood, not supported, too large, or nothing can satisfy it"
+        """A matcher at the beginning, to be copied. Raises RequestError with the reason: it is not understood, not supported, too large, or nothing
+        can satisfy it"""
         whole = self.compile(replace(grammar, said='')) if grammar.said else None
         with self._lock:
             kept = self._kept.get(grammar)
@@ -339,7 +355,8 @@ def _compile(self: GrammarCompiler, grammar):
     matcher = LLMatcher(library, rules, log_level=0, limits=_LIMITS)
     if matcher.is_error(): return refuse(f'the {"schema" if grammar.kind == "json_schema" else "grammar"} cannot be used: {_one_line(matcher.get_error())}')
     if lacking := next((c for c in spelled if c > '\x7f' and not self.bytes.issuperset(c.encode('utf-8', 'replace'))), None):
-        return refuse(f'the grammar holds the character {lacking!r}, which no tokens of this model can spell')      # or a token would be allowed and then not taken
+        # or a token would be allowed and then not taken
+        return refuse(f'the grammar holds the character {lacking!r}, which no tokens of this model can spell')
     if why := self._probe(matcher): return refuse(why)
     return matcher
 
@@ -570,7 +587,8 @@ def _follow(self: Constraint, token, data):
     self._spend(time.thread_time() - began)
     if not taken:
         why = self.matcher.get_error()
-        if "doesn't satisfy" in why: raise SparkinferError(f'token {token} was drawn, which the grammar does not allow: {_one_line(why)}')     # our fault, not the grammar's
+        # our fault, not the grammar's
+        if "doesn't satisfy" in why: raise SparkinferError(f'token {token} was drawn, which the grammar does not allow: {_one_line(why)}')
         self._broken(why)
     self.finished = self.matcher.is_stopped()
 
@@ -598,7 +616,8 @@ def tool_grammar(tools,          # OpenAI-shaped: {'type': 'function', 'function
     schema_of = lambda f: nothing if f.get('parameters') is None else f['parameters']
     schemas = {f['name']: None if choice == 'auto' and not f.get('strict') else schema_of(f) for f in functions}       # None: any arguments
     if len(schemas) < len(functions): raise RequestError('two tools have the same name', 'tools')
-    return Grammar('tools', json.dumps({'format': markup.call_format, 'free': choice == 'auto' and content is None, 'parallel': bool(parallel), 'tools': schemas,
+    return Grammar('tools', json.dumps({'format': markup.call_format, 'free': choice == 'auto' and content is None, 'parallel': bool(parallel),
+                                        'tools': schemas,
                                         'content': [content.kind, content.source] if choice == 'auto' and content is not None else None}), after)
 
 # %% ../../nbs/engine/04_grammar.ipynb #040bb6db
@@ -633,7 +652,8 @@ class _Lark:
     def finish(self, kind=None, source='', refuse=None):
         "The whole, in the library's notation, with a rule `content` of another grammar's kind and source"
         others = []
-        if kind in ('json_object', 'json_schema'): self.json('content', checked_schema(json.loads(source) if kind == 'json_schema' else {'type': 'object'}, refuse))
+        if kind in ('json_object', 'json_schema'):
+            self.json('content', checked_schema(json.loads(source) if kind == 'json_schema' else {'type': 'object'}, refuse))
         elif kind == 'regex': self.add('CONTENT', plain_regex(source)); self.add('content', 'CONTENT')
         elif kind is not None:
             others = [{'lark_grammar': RULES[kind](source, refuse)}]
@@ -655,7 +675,8 @@ def qwen_xml_rule(rules, rule, name, schema, refuse):
     if schema is None:
         rules.add('PARAMETER', rf'/<parameter=[^<>\n]+>\n/ ({_ANY} & {_NO_TAG}) {_END}')
         return f'"<function={name}>\\n" PARAMETER* "</function>"'
-    if extra := sorted(schema.keys() - _OBJECT_KEYS): raise refuse(f'{extra[0]!r} of all parameters together cannot be enforced in the way that this model calls tools')
+    if extra := sorted(schema.keys() - _OBJECT_KEYS):
+        raise refuse(f'{extra[0]!r} of all parameters together cannot be enforced in the way that this model calls tools')
     properties, required = schema.get('properties') or {}, schema.get('required') or []
     well = isinstance(properties, dict) and all(isinstance(p, (dict, bool)) for p in properties.values())
     if not well or not isinstance(required, list) or not all(isinstance(n, str) for n in required):
@@ -712,7 +733,8 @@ def _string_bodies(part, types, refuse):
     if part.keys() & {'enum', 'const'}: return [_literal_body(v, types, refuse) for v in part.get('enum', [part.get('const')])]
     low, high = part.get('minLength', 0), part.get('maxLength', '')
     if not all(isinstance(n, int) and 0 <= n < 1 << 20 for n in (low, high or 0)): raise refuse("'minLength' and 'maxLength' must be reasonable whole numbers")
-    return [' & '.join([f'/(?s:.{{{low},{high}}})/', *([f'/{regex_to_lark(_unanchored(part["pattern"], refuse), "dw")}/'] if 'pattern' in part else []), _NO_TAG])]
+    return [' & '.join([f'/(?s:.{{{low},{high}}})/', *([f'/{regex_to_lark(_unanchored(part["pattern"], refuse), "dw")}/'] if 'pattern' in part else []),
+                        _NO_TAG])]
 
 def _literal_body(value, types, refuse):
     text = value if isinstance(value, str) else json.dumps(value)
@@ -727,5 +749,6 @@ def _unanchored(pattern, refuse):
     inner = pattern[begins:len(pattern) - ends]
     plain = re.sub(r'\\.|\[\^?\]?(?:\\.|[^\]\\])*\]', '', inner, flags=re.DOTALL)                   # without escapes and classes
     while (less := re.sub(r'\([^()]*\)', lambda m: re.sub(r'[^$^]', '', m[0]), plain)) != plain: plain = less
-    if re.search(r'[$^]', plain) or ((begins or ends) and '|' in plain): raise refuse(f'the pattern {pattern!r} has anchors in its middle, which cannot be enforced{_HERE}')
+    if re.search(r'[$^]', plain) or ((begins or ends) and '|' in plain):
+        raise refuse(f'the pattern {pattern!r} has anchors in its middle, which cannot be enforced{_HERE}')
     return f'{"" if begins else "(?s:.*)"}({inner}){"" if ends else "(?s:.*)"}'

@@ -25,8 +25,10 @@ def quantization_of(weights, metadata) -> str:
     return recipe if recipe == most or recipe.startswith(f'{most}_') else most
 
 # %% ../../nbs/engine/06_model_card.ipynb #a2099445
-_NUMBERS = {'context_length': 'context_length', 'embedding_length': 'hidden_size', 'block_count': 'num_layers', 'feed_forward_length': 'intermediate_size', 'attention.head_count': 'num_heads',
-            'attention.head_count_kv': 'num_kv_heads', 'attention.key_length': 'head_dim', 'attention.value_length': 'head_dim', 'attention.layer_norm_rms_epsilon': 'norm_eps', 'rope.freq_base': 'rope_theta', 'rope.dimension_count': 'rope_dim',
+_NUMBERS = {'context_length': 'context_length', 'embedding_length': 'hidden_size', 'block_count': 'num_layers', 'feed_forward_length': 'intermediate_size',
+            'attention.head_count': 'num_heads',
+            'attention.head_count_kv': 'num_kv_heads', 'attention.key_length': 'head_dim', 'attention.value_length': 'head_dim',
+            'attention.layer_norm_rms_epsilon': 'norm_eps', 'rope.freq_base': 'rope_theta', 'rope.dimension_count': 'rope_dim',
             'vocab_size': 'vocab_size', 'expert_count': 'num_experts', 'expert_used_count': 'experts_per_token', 'expert_feed_forward_length': 'expert_size'}
 _POOLINGS = {1: 'mean', 3: 'last'}                                              # GGUF's `pooling_type`; 0 is none, 2 a token that decoders do not have
 
@@ -55,8 +57,10 @@ class ModelCard:
         for name in sorted(weights.table): digest.update(f'{name} {weights.table[name].type.name} {weights.table[name].shape}\n'.encode())
         numbers = {f'{arch}.{key}': getattr(config, field) for key, field in _NUMBERS.items() if getattr(config, field)}
         said = lambda key, default: value if isinstance(value := metadata.get(key), str) and value else default
-        return cls(arch, 'gguf' if Path(path).is_file() else 'safetensors', quantization_of(weights, metadata), sum(t.size for t in weights.table.values()), weights.nbytes, config.context_length,
-                   said('general.organization', said('general.author', 'unknown')), said('general.license', ''), stat.st_mtime, digest.hexdigest(), _POOLINGS.get(metadata.get(f'{arch}.pooling_type'), 'mean'), device, numbers)
+        return cls(arch, 'gguf' if Path(path).is_file() else 'safetensors', quantization_of(weights, metadata), sum(t.size for t in weights.table.values()),
+                   weights.nbytes, config.context_length,
+                   said('general.organization', said('general.author', 'unknown')), said('general.license', ''), stat.st_mtime, digest.hexdigest(),
+                   _POOLINGS.get(metadata.get(f'{arch}.pooling_type'), 'mean'), device, numbers)
 
     @property
     def size_label(self) -> str:

@@ -122,11 +122,13 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name == 'n': put(name, knob.check(name, value))
         put('stop', _check_stop(self.stop))
-        if isinstance(self.stop_token_ids, (str, bytes)) or not hasattr(self.stop_token_ids, '__iter__'): raise RequestError(f"'stop_token_ids' must be a list of token ids, not {self.stop_token_ids!r}", 'stop_token_ids')
+        if isinstance(self.stop_token_ids, (str, bytes)) or not hasattr(self.stop_token_ids, '__iter__'):
+            raise RequestError(f"'stop_token_ids' must be a list of token ids, not {self.stop_token_ids!r}", 'stop_token_ids')
         put('stop_token_ids', tuple(_check_id('stop_token_ids', i) for i in self.stop_token_ids))
         put('logit_bias', _check_bias(self.logit_bias))
         for name, kind in (('grammar', Grammar), ('reasoning', ReasoningBudget)):
-            if not isinstance(value := getattr(self, name), kind | None): raise RequestError(f"'{name}' must be a {kind.__name__}, not {repr(value)[:60]}" + (f'; {GRAMMAR_HINT}' if kind is Grammar else ''), name)
+            if not isinstance(value := getattr(self, name), kind | None):
+                raise RequestError(f"'{name}' must be a {kind.__name__}, not {repr(value)[:60]}" + (f'; {GRAMMAR_HINT}' if kind is Grammar else ''), name)
         if self.grammar and self.grammar.after and self.reasoning and self.reasoning.close != self.grammar.after:
             raise RequestError("'reasoning' ends at other token ids than those after which 'grammar' holds", 'reasoning')
 
@@ -134,7 +136,8 @@ class SamplingParams:
 def _check_id(name, value, vocab_size=None):
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)): raise RequestError(f"'{name}' must hold token ids (integers), not {value!r}", name)
     if value < 0 or value >= 2**31 or (vocab_size is not None and value >= vocab_size):
-        raise RequestError(f"'{name}' holds the token id {value}, which this model does not have" + (f': its ids are 0 to {vocab_size - 1}' if vocab_size else ''), name)
+        raise RequestError(f"'{name}' holds the token id {value}, which this model does not have"
+                           + (f': its ids are 0 to {vocab_size - 1}' if vocab_size else ''), name)
     return int(value)
 
 def _check_stop(stop):
@@ -149,7 +152,8 @@ def _check_bias(bias):
     if not isinstance(bias, Mapping): raise RequestError(f"'logit_bias' must map token ids to numbers, not {bias!r}", 'logit_bias')
     for token, value in bias.items():
         _check_id('logit_bias', token)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -100 <= value <= 100: raise RequestError(f"'logit_bias' of token {token} must be between -100 and 100, not {value!r}", 'logit_bias')
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -100 <= value <= 100:
+            raise RequestError(f"'logit_bias' of token {token} must be between -100 and 100, not {value!r}", 'logit_bias')
     return {int(token): float(value) for token, value in bias.items()}
 
 # %% ../../nbs/engine/00_request.ipynb #d45d6974
@@ -182,16 +186,19 @@ class EngineDefaults:
             if key not in metadata: continue
             value = metadata[key]
             try:
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e18: raise RequestError('it must be a number, and not an absurd one')
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e18:
+                    raise RequestError('it must be a number, and not an absurd one')
                 found[name], sources[name] = KNOBS[name].check(name, KNOBS[name].kind(value)), 'model file'
-            except RequestError as error: raise FormatError(f'`{key}` in the model file (`{name}` in a folder\'s generation_config.json) is {str(value)[:40]!r}, which cannot be used: {error}') from None
+            except RequestError as error:
+                raise FormatError(f'`{key}` in the model file (`{name}` in a folder\'s generation_config.json) is {str(value)[:40]!r}, which cannot be used: {error}') from None
         for name, value in settings.items():
             if value is not None: found[name], sources[name] = value, 'setting'
         return cls(**found, sources=sources)
 
     def rows(self):
         "`(name, value, where it comes from)` for each default, ready for a table"
-        return [(f.name, 'to the end of the context' if (v := getattr(self, f.name)) is None else v, self.sources.get(f.name, 'built in')) for f in fields(self) if f.name != 'sources']
+        return [(f.name, 'to the end of the context' if (v := getattr(self, f.name)) is None else v, self.sources.get(f.name, 'built in')) for f in fields(self)
+                if f.name != 'sources']
 
 # %% ../../nbs/engine/00_request.ipynb #b387e269
 def resolve(params: SamplingParams,
@@ -216,7 +223,8 @@ class Request:
     prompt_ids: np.ndarray                    # int32 (tokens,), at least one
     params: SamplingParams = SamplingParams()
     id: str = field(default_factory=new_id)
-    priority: int = 0                         # higher is sooner; each level is worth some seconds of waiting (`EngineLimits.priority_seconds`), so that nobody starves
+    # higher is sooner; each level is worth some seconds of waiting (`EngineLimits.priority_seconds`), so that nobody starves
+    priority: int = 0
     max_seconds: float | None = None          # from arrival to the last token; then it ends with `DeadlineExceeded`
 
     def __post_init__(self):
@@ -224,7 +232,8 @@ class Request:
         if self.max_seconds is not None: _SECONDS.check('max_seconds', self.max_seconds)
         ids = self.prompt_ids
         if not isinstance(ids, np.ndarray): ids = [_check_id('prompt', i) for i in ids]
-        elif ids.ndim != 1 or ids.dtype.kind not in 'iu': raise RequestError(f"'prompt' must be token ids in one row of integers, not {ids.dtype} of shape {ids.shape}", 'prompt')
+        elif ids.ndim != 1 or ids.dtype.kind not in 'iu':
+            raise RequestError(f"'prompt' must be token ids in one row of integers, not {ids.dtype} of shape {ids.shape}", 'prompt')
         elif ids.size: _check_id('prompt', ids.min()), _check_id('prompt', ids.max())
         if len(ids) == 0: raise RequestError('the prompt is empty: it must have at least one token', 'prompt')
         object.__setattr__(self, 'prompt_ids', np.array(ids, np.int32))
@@ -323,4 +332,5 @@ class Completions:
     def usage(self):
         "All choices together; the one prompt counts once"
         parts = [a.usage for a in self.choices() if a.usage]
-        return Usage(parts[0].prompt_tokens, sum(u.completion_tokens for u in parts), parts[0].cached_tokens, sum(u.reasoning_tokens for u in parts)) if parts else Usage(0, 0)
+        return Usage(parts[0].prompt_tokens, sum(u.completion_tokens for u in parts), parts[0].cached_tokens,
+                     sum(u.reasoning_tokens for u in parts)) if parts else Usage(0, 0)

@@ -20,7 +20,8 @@ from ..models.forward import Batch
 ROWS = 64      # of one text in a step at most: with a vocabulary of 150,000 their logits are 38 MB
 
 class Reading:
-    "One text on its way through the model. `take(begin, rows)` gets the logits of its rows, or the hidden ones, from row `first` on; those before it may come from the cache. `reuse`: keep them for it, too"
+    """One text on its way through the model. `take(begin, rows)` gets the logits of its rows, or the hidden ones, from row `first` on; those before
+    it may come from the cache. `reuse`: keep them for it, too"""
     def __init__(self, engine, tokens, first, take, reuse, logits):
         self.engine, self.tokens, self.first, self.take, self.reuse, self.logits = engine, np.asarray(tokens, np.int32), first, take, reuse, logits
         self.lease, self.cached = None, 0
@@ -99,7 +100,8 @@ def step(self: Readings, parts):
     self.served, given = True, 0
     for at, wanted, (reading, begin, end) in zip(starts, outputs, parts):
         if reading.reuse and reading.lease.length in reading.lease.stops: engine.memory.checkpoint(reading.lease, reading.tokens[:reading.lease.length])
-        if end > reading.first: reading.take(max(reading.first, begin), result.logits[given:given + len(wanted)] if hidden is None else hidden[at:at + end - begin])
+        if end > reading.first:
+            reading.take(max(reading.first, begin), result.logits[given:given + len(wanted)] if hidden is None else hidden[at:at + end - begin])
         given += len(wanted)
         if end == len(reading.tokens): reading.end(publish=reading.reuse)
     self.begun = [r for r in self.begun if r.lease is not None]
@@ -183,8 +185,10 @@ def embed_all(self: Engine,
               max_seconds=None,     # for all together
               gone=lambda: False    # asked now and then: whether nobody waits any more
              ) -> list: # for each text float32 (hidden_size or dimensions,), of length 1
-    "A vector for each text, the same as for the text alone. From any thread; RequestError for ids that do not exist or do not fit, UnsupportedError where the runner does not show its hidden rows"
-    if not hasattr(type(self.runner), 'hidden') and not hasattr(self.runner, 'hidden'): raise UnsupportedError('embeddings are not possible with this runner: it does not show the hidden rows that they are made from')
+    """A vector for each text, the same as for the text alone. From any thread; RequestError for ids that do not exist or do not fit, UnsupportedError
+    where the runner does not show its hidden rows"""
+    if not hasattr(type(self.runner), 'hidden') and not hasattr(self.runner, 'hidden'):
+        raise UnsupportedError('embeddings are not possible with this runner: it does not show the hidden rows that they are made from')
     texts, size = [self._check_text('input', ids) for ids in texts], self.runner.config.hidden_size
     if pooling not in POOLINGS: raise RequestError(f"'pooling' must be one of {', '.join(POOLINGS)}, not {pooling!r}", 'pooling')
     if dimensions is not None and (isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= size):

@@ -73,8 +73,10 @@ class EvalResult:
 
     def record(self):
         "The figures as plain numbers, for JSON"
-        return dict(model=self.model, against=self.against, positions=self.positions, top1_agreement=self.top1, mean_kl=self.mean_kl, mean_kl_standard_error=self.kl_error, p99_kl=self.p99_kl,
-                    max_kl=float(self.columns['kl'].max()), perplexity=self.perplexity, reference_perplexity=self.reference_perplexity, max_relative_error=self.max_relative_error,
+        return dict(model=self.model, against=self.against, positions=self.positions, top1_agreement=self.top1, mean_kl=self.mean_kl,
+                    mean_kl_standard_error=self.kl_error, p99_kl=self.p99_kl,
+                    max_kl=float(self.columns['kl'].max()), perplexity=self.perplexity, reference_perplexity=self.reference_perplexity,
+                    max_relative_error=self.max_relative_error,
                     median_relative_error=float(np.median(self.columns['relative_error'])))
 
 # %% ../../nbs/measure/01_accuracy.ipynb #785b6539
@@ -106,8 +108,10 @@ def stored_logits(path, ids, chunk=128):
     for start in range(0, len(ids), chunk): yield np.asarray(rows[start:start + chunk])
 
 # %% ../../nbs/measure/01_accuracy.ipynb #943c2187
-HF_NAMES = {'token_embd': 'model.embed_tokens', 'output_norm': 'model.norm', 'output': 'lm_head', 'attn_norm': 'input_layernorm', 'ffn_norm': 'post_attention_layernorm',
-            'attn_q': 'self_attn.q_proj', 'attn_k': 'self_attn.k_proj', 'attn_v': 'self_attn.v_proj', 'attn_output': 'self_attn.o_proj', 'ffn_gate': 'mlp.gate_proj', 'ffn_up': 'mlp.up_proj', 'ffn_down': 'mlp.down_proj'}
+HF_NAMES = {'token_embd': 'model.embed_tokens', 'output_norm': 'model.norm', 'output': 'lm_head', 'attn_norm': 'input_layernorm',
+            'ffn_norm': 'post_attention_layernorm',
+            'attn_q': 'self_attn.q_proj', 'attn_k': 'self_attn.k_proj', 'attn_v': 'self_attn.v_proj', 'attn_output': 'self_attn.o_proj',
+            'ffn_gate': 'mlp.gate_proj', 'ffn_up': 'mlp.up_proj', 'ffn_down': 'mlp.down_proj'}
 
 def half_split_rows(weight, heads):
     "Rows of a projection whose rope partners are neighbours → rows whose partners are half a head apart"
@@ -128,8 +132,10 @@ def llama_of(path, dtype='float32'):
         if name in ('attn_q', 'attn_k'): weight = half_split_rows(weight, heads if name == 'attn_q' else kv_heads)
         if name == 'token_embd': vocab = len(weight)
         state[prefix + HF_NAMES[name] + '.weight'] = torch.from_numpy(np.array(weight))
-    config = LlamaConfig(vocab_size=vocab, hidden_size=key('embedding_length'), intermediate_size=key('feed_forward_length'), num_hidden_layers=key('block_count'), num_attention_heads=heads, num_key_value_heads=kv_heads,
-                         max_position_embeddings=key('context_length'), rms_norm_eps=key('attention.layer_norm_rms_epsilon'), rope_parameters=dict(rope_type='default', rope_theta=key('rope.freq_base', 10000.0)),
+    config = LlamaConfig(vocab_size=vocab, hidden_size=key('embedding_length'), intermediate_size=key('feed_forward_length'),
+                         num_hidden_layers=key('block_count'), num_attention_heads=heads, num_key_value_heads=kv_heads,
+                         max_position_embeddings=key('context_length'), rms_norm_eps=key('attention.layer_norm_rms_epsilon'),
+                         rope_parameters=dict(rope_type='default', rope_theta=key('rope.freq_base', 10000.0)),
                          tie_word_embeddings='lm_head.weight' not in state, attn_implementation='eager')
     model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
     missing, unexpected = model.load_state_dict(state, strict=False)
@@ -201,7 +207,8 @@ def llama_cpp_worker(path, ids_file, out_file, threads, step):
     lib = c.CDLL(str(next(Path(folder).glob('xllamacpp*.so'))))
     class Params(c.Structure): _fields_ = [('words', c.c_int32 * 256)]
     class LlamaBatch(c.Structure):
-        _fields_ = [('n_tokens', c.c_int32), ('token', c.POINTER(c.c_int32)), ('embd', c.c_void_p), ('pos', c.POINTER(c.c_int32)), ('n_seq_id', c.POINTER(c.c_int32)),
+        _fields_ = [('n_tokens', c.c_int32), ('token', c.POINTER(c.c_int32)), ('embd', c.c_void_p), ('pos', c.POINTER(c.c_int32)),
+                    ('n_seq_id', c.POINTER(c.c_int32)),
                     ('seq_id', c.POINTER(c.POINTER(c.c_int32))), ('logits', c.POINTER(c.c_int8))]
     def function(name, result, *arguments):
         f = getattr(lib, name)
@@ -231,7 +238,8 @@ def llama_cpp_worker(path, ids_file, out_file, threads, step):
 # %% ../../nbs/measure/01_accuracy.ipynb #4a601db8
 def llama_cpp_logits(path, ids, chunk=128, threads=2, batch=512):
     "Stream llama.cpp's logits on the file at `path`; it reads `batch` tokens at a time. Needs the wheel xllamacpp (the `parity` extra)."
-    if importlib.util.find_spec('xllamacpp') is None: raise SparkinferError("llama.cpp comes in the wheel xllamacpp: pip install -e '.[parity]' in sparkinfer's checkout")
+    if importlib.util.find_spec('xllamacpp') is None:
+        raise SparkinferError("llama.cpp comes in the wheel xllamacpp: pip install -e '.[parity]' in sparkinfer's checkout")
     from sparkinfer.formats.safetensors import open_checkpoint
     with open_checkpoint(path) as checkpoint: folder = 'config' in checkpoint.metadata
     with tempfile.TemporaryDirectory() as scratch:
@@ -256,10 +264,12 @@ def dequantised(weights):
     from sparkinfer.formats.blocks import quant_type
     from sparkinfer.formats.gguf import Tensor
     flat = lambda tensor: np.ascontiguousarray(tensor.dequantize(), np.float32).reshape(-1).view(np.uint8)
-    return Weights(weights.config, {name: Tensor(weights[name].name, weights[name].shape, quant_type('F32'), flat(weights[name])) for name in weights}, weights.unused)
+    return Weights(weights.config, {name: Tensor(weights[name].name, weights[name].shape, quant_type('F32'), flat(weights[name])) for name in weights},
+                   weights.unused)
 
 def make_runner(kind, weights, max_context, keep_packed=False):
-    "A loaded runner by name: 'spec' or 'spec64' (NumPy in float32 or float64), 'cpu' (Numba, on the file's blocks), 'cpu32' (Numba with float32 weights and memory), 'cuda' (on this process's GPU; keep_packed: see `MemorySettings`)"
+    """A loaded runner by name: 'spec' or 'spec64' (NumPy in float32 or float64), 'cpu' (Numba, on the file's blocks), 'cpu32' (Numba with float32
+    weights and memory), 'cuda' (on this process's GPU; keep_packed: see `MemorySettings`)"""
     if kind in ('spec', 'spec64'): return SpecRunner(np.float64 if kind == 'spec64' else np.float32).load(weights, max_context=max_context)
     if kind == 'cuda':
         from sparkinfer.models.cuda_runner import CudaRunner
@@ -284,7 +294,8 @@ def check_same_text(model, ids, against, text, tokens):
     "SparkinferError, before minutes of work, where a second model reads `text` as other tokens than `model` does"
     _, weights, metadata = open_model(against)
     other = text_ids(metadata, text, tokens)[0]
-    if not np.array_equal(ids, other): raise SparkinferError(f'{model} and {against} have different tokenizers (they read this text as other tokens), so their predictions cannot be compared')
+    if not np.array_equal(ids, other):
+        raise SparkinferError(f'{model} and {against} have different tokenizers (they read this text as other tokens), so their predictions cannot be compared')
 
 # %% ../../nbs/measure/01_accuracy.ipynb #c45a1e9d
 def text_ids(metadata, text=None, tokens=512):
@@ -307,13 +318,15 @@ def eval_table(results):
     "A readable table of `EvalResult`s that share a reference"
     from sparkinfer.measure.speed import text_table
     header = ['engine', 'top-1', 'mean KL', '±', 'p99 KL', 'max KL', 'perplexity', 'reference', 'max rel. error']
-    return text_table(header, [[r.model, f'{r.top1:.2%}', f'{r.mean_kl:.2e}', f'{r.kl_error:.0e}', f'{r.p99_kl:.2e}', f'{r.columns["kl"].max():.2e}', f'{r.perplexity:.3f}', f'{r.reference_perplexity:.3f}', f'{r.max_relative_error:.1e}'] for r in results])
+    return text_table(header, [[r.model, f'{r.top1:.2%}', f'{r.mean_kl:.2e}', f'{r.kl_error:.0e}', f'{r.p99_kl:.2e}', f'{r.columns["kl"].max():.2e}',
+                                f'{r.perplexity:.3f}', f'{r.reference_perplexity:.3f}', f'{r.max_relative_error:.1e}'] for r in results])
 
 def worst_table(result, tokenizer, count=5):
     "The worst positions with what came before them and what each side expects"
     from sparkinfer.measure.speed import text_table
     c, shown = result.columns, lambda ids: repr(tokenizer.decode([int(i) for i in ids]))
-    rows = [[i, f'{c["kl"][i]:.2e}', shown(result.ids[max(0, i - 5):i + 1]), f'{shown([c["top"][i]])} {c["top_p"][i]:.2f}', f'{shown([c["other_top"][i]])} {c["other_top_p"][i]:.2f}'] for i in result.worst(count)]
+    rows = [[i, f'{c["kl"][i]:.2e}', shown(result.ids[max(0, i - 5):i + 1]), f'{shown([c["top"][i]])} {c["top_p"][i]:.2f}',
+             f'{shown([c["other_top"][i]])} {c["other_top_p"][i]:.2f}'] for i in result.worst(count)]
     return text_table(['position', 'KL', 'after', result.against, result.model], rows)
 
 # %% ../../nbs/measure/01_accuracy.ipynb #59bb5141
@@ -327,9 +340,12 @@ def counted(blocks, total, label):
             yield block
             bar.update(len(block))
 
-def eval_kl(model='smollm2', against='f32', text=None, tokens=512, runner='cpu', peer=None, chunk=128, save=False, max_kl=None, min_top1=None, out=None, device=None, keep_packed=False):
-    """Teacher-force `text` and compare `runner` on `model` with `against`; print a table, the worst positions and one line of JSON (`save` keeps it under data/results).
-    `peer='llama.cpp'` holds a second engine against the same reference. Returns a list of `EvalResult`, ours first. Bars that are missed (`max_kl`, `min_top1`; see `failures`) are printed and stand in the record under `failed`.
+def eval_kl(model='smollm2', against='f32', text=None, tokens=512, runner='cpu', peer=None, chunk=128, save=False, max_kl=None, min_top1=None, out=None,
+            device=None, keep_packed=False):
+    """Teacher-force `text` and compare `runner` on `model` with `against`; print a table, the worst positions and one line of JSON (`save` keeps it
+    under data/results).
+    `peer='llama.cpp'` holds a second engine against the same reference. Returns a list of `EvalResult`, ours first. Bars that are missed (`max_kl`,
+    `min_top1`; see `failures`) are printed and stand in the record under `failed`.
     device: what the record says of where `runner` computes; keep_packed: see `make_runner`."""
     from sparkinfer.measure.speed import report
     path, weights, metadata = open_model(model)
@@ -339,7 +355,8 @@ def eval_kl(model='smollm2', against='f32', text=None, tokens=512, runner='cpu',
     engines = {runner: lambda: logits_of(make_runner(runner, weights, len(ids), keep_packed), ids, chunk)}
     if peer == 'llama.cpp': engines[peer] = lambda: llama_cpp_logits(path, ids, chunk)
     elif peer: raise UnsupportedError(f'no peer is called {peer!r}; there is llama.cpp')
-    results = [compare_sources(counted(reference_source(against, path, weights, ids, chunk), len(ids), f'{name} against {against}'), source(), ids, name, against) for name, source in engines.items()]
+    results = [compare_sources(counted(reference_source(against, path, weights, ids, chunk), len(ids), f'{name} against {against}'), source(), ids, name,
+                               against) for name, source in engines.items()]
     failed = failures(results[0], max_kl, min_top1)
     lines = [eval_table(results), '', f'worst positions of {runner}:', worst_table(results[0], tokenizer), *(f'FAILED: {f}' for f in failed)]
     record = dict(file=path.name, runner=runner, **(dict(device=device) if device else {}), results=[r.record() for r in results], failed=failed)
@@ -359,7 +376,8 @@ def eval_logits(model, ids, out, runner='cpu', chunk=128, keep_packed=False):
     Returns its shape. The file appears when it is whole; one that is there is replaced only if it is an array too."""
     path, weights, metadata = open_model(model)
     if isinstance(ids, (str, Path)): ids = json.loads(Path(ids).read_text(encoding='utf-8'))
-    if not isinstance(ids, (list, np.ndarray)) or len(ids) == 0 or not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) and 0 <= i < weights.config.vocab_size for i in ids):
+    if not isinstance(ids, (list, np.ndarray)) or len(ids) == 0 or not all(isinstance(i, (int, np.integer)) and not isinstance(i, bool)
+                                                                           and 0 <= i < weights.config.vocab_size for i in ids):
         raise SparkinferError(f'ids must be a list of token ids in [0, {weights.config.vocab_size})')
     out, shape = Path(out), (len(ids), weights.config.vocab_size)
     if out.exists():
@@ -370,9 +388,11 @@ def eval_logits(model, ids, out, runner='cpu', chunk=128, keep_packed=False):
     try:
         with open(part, 'xb') as file:
             np.lib.format.write_array_header_1_0(file, dict(descr='<f4', fortran_order=False, shape=shape))
-            for block in logits_of(make_runner(runner, weights, len(ids), keep_packed), np.asarray(ids, np.int32), chunk): file.write(np.ascontiguousarray(block, '<f4'))
+            for block in logits_of(make_runner(runner, weights, len(ids), keep_packed), np.asarray(ids, np.int32), chunk):
+                file.write(np.ascontiguousarray(block, '<f4'))
         os.replace(part, out)
-    except OSError as error: raise SparkinferError(f'{out} cannot be written ({4 * math.prod(shape) / 1e6:,.0f} MB are needed): {error.strerror or error}') from error
+    except OSError as error:
+        raise SparkinferError(f'{out} cannot be written ({4 * math.prod(shape) / 1e6:,.0f} MB are needed): {error.strerror or error}') from error
     finally: part.unlink(missing_ok=True)
     return shape
 
@@ -399,7 +419,8 @@ def summarise(blocks):
     return {name: np.concatenate([r[name] for r in rows]) for name in rows[0]}
 
 def compare_record(record, blocks):
-    """Hold a stream of logits against a record. Returns arrays (positions,): `relative_error`, estimated from the sketch over the whole vocabulary; `top_error`, exact over the 64 largest;
+    """Hold a stream of logits against a record. Returns arrays (positions,): `relative_error`, estimated from the sketch over the whole vocabulary;
+    `top_error`, exact over the 64 largest;
     `log_sum_exp_error`, absolute; `agrees`, whether the best token is the same."""
     columns, start = [], 0
     for block in blocks:
@@ -407,7 +428,8 @@ def compare_record(record, blocks):
         x = np.asarray(block, np.float64)
         columns.append(dict(
             relative_error=np.linalg.norm(x @ sketch_signs(x.shape[1]).astype(np.float64) - ref['sketch'], axis=-1) / ref['norm'],
-            top_error=np.linalg.norm(np.take_along_axis(x, ref['top_ids'].astype(np.int64), -1) - ref['top_logits'], axis=-1) / np.linalg.norm(ref['top_logits'], axis=-1),
+            top_error=np.linalg.norm(np.take_along_axis(x, ref['top_ids'].astype(np.int64), -1) - ref['top_logits'],
+                                     axis=-1) / np.linalg.norm(ref['top_logits'], axis=-1),
             log_sum_exp_error=np.abs((x - log_softmax(x))[:, 0] - ref['log_sum_exp']), agrees=x.argmax(-1) == ref['top_ids'][:, 0]))
         start += len(block)
     if start != len(record['ids']): raise SparkinferError(f'{start} rows of logits for the {len(record["ids"])} positions of the record')
@@ -438,15 +460,18 @@ def make_record(name, out, prompt='1, 2, 3, 4, 5,', count=24, tokens=512):
         full = Path(folder)/'reference.npy'
         np.save(full, np.concatenate(list(transformers_logits(path, ids, dtype='float64'))))
         stream = lambda: stored_logits(full, ids)
-        np.savez_compressed(f'{out}.npz', ids=ids, **summarise(stream()), prompt_ids=np.array(prompt_ids, np.int32), greedy_ids=np.array(greedy_ids, np.int32), greedy_gap=gap)
+        np.savez_compressed(f'{out}.npz', ids=ids, **summarise(stream()), prompt_ids=np.array(prompt_ids, np.int32), greedy_ids=np.array(greedy_ids, np.int32),
+                            greedy_gap=gap)
         ours = lambda kind, chunk=128: logits_of(make_runner(kind, weights, len(ids)), ids, chunk)
         in_blocks = lambda rows: np.split(np.concatenate(list(rows)), range(128, len(ids), 128))
         sources = {'transformers, float32': lambda: transformers_logits(path, ids), 'spec': lambda: ours('spec'), 'spec, float64': lambda: ours('spec64'),
                    'cpu, float32 weights': lambda: ours('cpu32'), 'cpu': lambda: ours('cpu'), 'cpu, one token at a time': lambda: in_blocks(ours('cpu', 1)),
                    'llama.cpp': lambda: llama_cpp_logits(path, ids), 'llama.cpp, one token at a time': lambda: llama_cpp_logits(path, ids, batch=1)}
         results = [compare_sources(stream(), source(), ids, label, 'transformers, float64, on the dequantised file') for label, source in sources.items()]
-    about = dict(file=path.name, text='data/text/styles.txt', command=f'python -m sparkinfer.measure.accuracy record {name} {out}', prompt=prompt, greedy_gap=gap,
-                 versions={p: version(p) for p in ('torch', 'transformers', 'gguf', 'xllamacpp', 'numpy')}, machine=machine_record(), results=[r.record() for r in results])
+    about = dict(file=path.name, text='data/text/styles.txt', command=f'python -m sparkinfer.measure.accuracy record {name} {out}', prompt=prompt,
+                 greedy_gap=gap,
+                 versions={p: version(p) for p in ('torch', 'transformers', 'gguf', 'xllamacpp', 'numpy')}, machine=machine_record(),
+                 results=[r.record() for r in results])
     Path(f'{out}.json').write_text(json.dumps(about, indent=1) + '\n')
     save_result('parity', about)
     print(eval_table(results))

@@ -27,13 +27,15 @@ class ModelCost:
     def of(cls, weights, kv_value_bytes=2):
         "From a `Weights` table; `kv_value_bytes` is the size of one cached number"
         c, table = weights.config, weights.table
-        used = {name: t for name, t in table.items() if not name.startswith('mtp.') and (name != 'embed' or 'head' not in table)}      # an embedding of its own is looked up, not multiplied
+        # an embedding of its own is looked up, not multiplied
+        used = {name: t for name, t in table.items() if not name.startswith('mtp.') and (name != 'embed' or 'head' not in table)}
         experts = [t for name, t in used.items() if name.endswith(('moe.gate', 'moe.up', 'moe.down'))]
         shared = [t for name, t in used.items() if not name.endswith(('moe.gate', 'moe.up', 'moe.down'))]
         kv = 2 * c.num_kv_heads * c.head_dim * kv_value_bytes * c.layer_kinds.count('attention')
         share = c.experts_per_token / c.num_experts if experts else 0
         state = 8 * c.delta_value_heads * c.delta_key_dim * c.delta_value_dim * c.layer_kinds.count('delta') if 'delta' in c.layer_kinds else 0
-        return cls(sum(t.nbytes for t in shared), kv, int(2 * sum(t.size for t in shared) + 2 * share * sum(t.size for t in experts)), sum(t.nbytes for t in experts), share, state)
+        return cls(sum(t.nbytes for t in shared), kv, int(2 * sum(t.size for t in shared) + 2 * share * sum(t.size for t in experts)),
+                   sum(t.nbytes for t in experts), share, state)
 
     def weights_of(self, tokens):
         "Bytes of the weights that `tokens` tokens in one batch use"
@@ -223,4 +225,5 @@ def compare(own, path, settings, cost, vocab_size, threads, rounds=7, progress=N
         faults = dict(own_major_faults=major_faults() - faults, peer_major_faults=sum(major_faults(p.child.pid) for p in peers[1:]))
     finally:
         for peer in peers: peer.close()
-    return rates, comparison(rates), dict(peer='xllamacpp', peer_version=peers[1].version, pinned=LLAMA_PIN, threads=threads, peer_context=context, peer_in_place=large, **faults)
+    return rates, comparison(rates), dict(peer='xllamacpp', peer_version=peers[1].version, pinned=LLAMA_PIN, threads=threads, peer_context=context,
+                                          peer_in_place=large, **faults)

@@ -13,7 +13,8 @@ from .speed import interleave, memory_bandwidth, report, text_table
 
 # %% ../../nbs/measure/03_format_speed.ipynb #d2da073e
 def bench_formats(names=None, weights=1 << 24, rounds=5, save=False, out=None):
-    """Time `decode_into` and the spec for every type (or those named) on one core, print a table and, as the last line, JSON; `save` keeps it under data/results → the record.
+    """Time `decode_into` and the spec for every type (or those named) on one core, print a table and, as the last line, JSON; `save` keeps it under
+    data/results → the record.
     weights: how many are decoded in a round. Types must be equal to the spec bit for bit first."""
     bandwidth, rows, records = memory_bandwidth(), [], []
     for name in names or KERNELS:
@@ -25,8 +26,11 @@ def bench_formats(names=None, weights=1 << 24, rounds=5, save=False, out=None):
         written, read = result.nbytes / times['fast'].median / 1e9, blocks.nbytes / times['fast'].median / 1e9
         spec = result[few].nbytes / times['spec'].median / 1e9
         share = (written + read) * 1e9 / bandwidth.ceiling
-        rows.append([quant.name, f'{quant.bits:.2f}', f'{written:.1f}', f'{read:.2f}', f'{100 * share:.0f}', f'{spec:.2f}', f'{written / spec:.0f}', 'yes' if equal else 'NO'])
-        records.append(dict(type=quant.name, bits=quant.bits, equal=equal, out_gb_s=round(written, 3), in_gb_s=round(read, 3), percent_of_bandwidth=round(100 * share, 1), numpy_out_gb_s=round(spec, 3),
+        rows.append([quant.name, f'{quant.bits:.2f}', f'{written:.1f}', f'{read:.2f}', f'{100 * share:.0f}', f'{spec:.2f}', f'{written / spec:.0f}',
+                     'yes' if equal else 'NO'])
+        records.append(dict(type=quant.name, bits=quant.bits, equal=equal, out_gb_s=round(written, 3), in_gb_s=round(read, 3),
+                            percent_of_bandwidth=round(100 * share, 1), numpy_out_gb_s=round(spec, 3),
                             spread=round(times['fast'].spread, 3), seconds=[round(s, 6) for s in times['fast'].seconds]))
     table = text_table(['type', 'bits', 'GB/s out', 'GB/s in', '% of bandwidth', 'NumPy GB/s out', 'times faster', 'bits equal'], rows)
-    return report('bench-formats', f'{weights:,} weights, one core; memory: {bandwidth}\n\n{table}', dict(weights=weights, rounds=rounds, bandwidth_gb_s=round(bandwidth.ceiling / 1e9, 2), types=records), save, out)
+    return report('bench-formats', f'{weights:,} weights, one core; memory: {bandwidth}\n\n{table}',
+                  dict(weights=weights, rounds=rounds, bandwidth_gb_s=round(bandwidth.ceiling / 1e9, 2), types=records), save, out)

@@ -63,7 +63,8 @@ def starlette_app(tokens, pace, event):
     async def stream(request): return StreamingResponse(events(), media_type='text/event-stream')
     return Starlette(routes=[Route('/v1/chat/completions', stream, methods=['POST'])])
 
-EVENT = b'data: ' + json.dumps(dict(id='chatcmpl-' + '0' * 24, object='chat.completion.chunk', created=1_790_000_000, model='free', system_fingerprint='sparkinfer-0.1.0',
+EVENT = b'data: ' + json.dumps(dict(id='chatcmpl-' + '0' * 24, object='chat.completion.chunk', created=1_790_000_000, model='free',
+                                    system_fingerprint='sparkinfer-0.1.0',
     choices=[dict(index=0, delta=dict(content='a'), logprobs=None, finish_reason=None)]), separators=(',', ':')).encode() + b'\n\n'
 
 # %% ../../nbs/measure/06_http_load.ipynb #9e44644f
@@ -78,7 +79,8 @@ def serve_load(kind: str, streams: int, tokens: int, pace: float):
     from sparkinfer.serve.app import ServeSettings, background_server, bind, url_of
     replies, handle = own_stdout(), lambda **_: thread_seconds()
     if kind == 'sparkinfer':
-        with background_server(lambda report: free_engine(streams, tokens, pace), ServeSettings(port=0)) as state: return answer_lines(replies, handle, url=state.url)
+        with background_server(lambda report: free_engine(streams, tokens, pace), ServeSettings(port=0)) as state:
+            return answer_lines(replies, handle, url=state.url)
     import uvicorn
     sock = bind('127.0.0.1', 0)
     app = (bare_app if kind == 'uvicorn' else starlette_app)(tokens, pace, EVENT)
@@ -122,7 +124,9 @@ class LoadResult:
     lost: int              # events that did not arrive
     client_us: float
     rounds: list
-    def row(self): return [self.name, f'{self.us:.1f}', f'{self.engine_us:.1f}', f'{self.tok_s:,.0f}', f"{self.first['p50']:.0f}", f"{self.first['p99']:.0f}", str(self.lost)]
+    def row(self):
+        return [self.name, f'{self.us:.1f}', f'{self.engine_us:.1f}', f'{self.tok_s:,.0f}', f"{self.first['p50']:.0f}", f"{self.first['p99']:.0f}",
+                str(self.lost)]
 
 # %% ../../nbs/measure/06_http_load.ipynb #ebf18a8e
 HEADINGS = ['server', 'µs a token', 'engine', 'tok/s', 'first byte p50', 'p99 ms', 'lost']
@@ -153,7 +157,8 @@ def measure_load(servers: dict, streams=64, tokens=256, pace=0.0, rounds=5) -> l
 def _result(name, got, streams, tokens):
     total, middle = streams * tokens, lambda key: float(np.median([g[key] for g in got]))
     expected = total if any(sum(g['events']) for g in got) else 0
-    return LoadResult(name, 1e6 * middle('process') / total, 1e6 * middle('engine') / total, total / middle('wall'), percentiles([s for g in got for s in g['first']]), sum(expected - sum(g['events']) for g in got),
+    return LoadResult(name, 1e6 * middle('process') / total, 1e6 * middle('engine') / total, total / middle('wall'),
+                      percentiles([s for g in got for s in g['first']]), sum(expected - sum(g['events']) for g in got),
                       1e6 * middle('cpu') / total, [round(1e6 * g['process'] / total, 2) for g in got])
 
 # %% ../../nbs/measure/06_http_load.ipynb #87c48768
@@ -167,4 +172,5 @@ def bench_http(streams=64, tokens=256, rounds=5, pace_ms=20.0, save=False, serve
         results = measure_load(servers, streams, tokens, pace, rounds)
         tables.append(f'{name}' + (f', a step every {pace_ms:g} ms' if pace else '') + '\n' + text_table(HEADINGS, [r.row() for r in results]))
         records[name] = [vars(r) for r in results]
-    return report('bench-http', f'{streams} streams of {tokens} tokens at once\n\n' + '\n\n'.join(tables) + '\n', dict(streams=streams, tokens=tokens, pace_ms=pace_ms, **records), save)
+    return report('bench-http', f'{streams} streams of {tokens} tokens at once\n\n' + '\n\n'.join(tables) + '\n',
+                  dict(streams=streams, tokens=tokens, pace_ms=pace_ms, **records), save)

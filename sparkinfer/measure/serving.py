@@ -100,12 +100,14 @@ def read_answer(reads, sent):
         if 'error' in event: raise SparkinferError(f"the server failed in an answer: {event['error']}")
         if any(choice['text'] for choice in event.get('choices', ())): arrivals.append(when - sent)
         usage = event.get('usage') or usage
-    if not (done and usage and arrivals): raise SparkinferError(f"an answer of {len(arrivals)} pieces without {'its end' if not done else 'usage' if not usage else 'text'}")
+    if not (done and usage and arrivals):
+        raise SparkinferError(f"an answer of {len(arrivals)} pieces without {'its end' if not done else 'usage' if not usage else 'text'}")
     return Answer(arrivals, usage['completion_tokens'], usage['prompt_tokens'], (usage.get('prompt_tokens_details') or {}).get('cached_tokens') or 0)
 
 # %% ../../nbs/measure/04_serving.ipynb #80e387cd
 def exchange(address, payloads, patience=120.0, clock=time.perf_counter):
-    """Send each of `payloads` (whole HTTP requests) on a connection of its own, all at once, and read until the server closes them: list of (sent, `[(time, bytes), …]`).
+    """Send each of `payloads` (whole HTTP requests) on a connection of its own, all at once, and read until the server closes them: list of (sent,
+    `[(time, bytes), …]`).
     SparkinferError if nothing at all arrives for `patience` seconds, or if the server goes away."""
     sockets, selector, reads, sent = [], selectors.DefaultSelector(), [[] for _ in payloads], []
     try:
@@ -136,7 +138,8 @@ def http_request(host, path, body):
     return f'POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n'.encode() + data
 
 def client_round(url, bodies, patience=120.0):
-    "All `bodies` to /v1/completions at once: dict(wall seconds from the first request to the last piece of text, cpu seconds of this process meanwhile, answers)"
+    """All `bodies` to /v1/completions at once: dict(wall seconds from the first request to the last piece of text, cpu seconds of this process
+    meanwhile, answers)"""
     host, _, port = url.removeprefix('http://').rpartition(':')
     payloads = [http_request(f'{host}:{port}', '/v1/completions', body) for body in bodies]
     cpu = time.process_time()
@@ -148,7 +151,8 @@ def client_round(url, bodies, patience=120.0):
 
 def completion_body(ids, tokens, banned=(), **extra):
     "What both servers are asked: exactly `tokens` tokens, the most likely ones that are not `banned`, as a stream with a count at its end"
-    return dict(prompt=ids, max_tokens=tokens, temperature=0, ignore_eos=True, logit_bias={str(i): -100 for i in banned}, stream=True, stream_options=dict(include_usage=True)) | extra
+    return dict(prompt=ids, max_tokens=tokens, temperature=0, ignore_eos=True, logit_bias={str(i): -100 for i in banned}, stream=True,
+                stream_options=dict(include_usage=True)) | extra
 
 # %% ../../nbs/measure/04_serving.ipynb #2db5425d
 def engine_round(engine, prompts, tokens, banned=(), clock=time.perf_counter):
@@ -182,18 +186,23 @@ def engine_rates(runner, tokenizer, counts=(1, 4, 16, 32), prompt=128, tokens=96
     from sparkinfer.memory.model_memory import ModelMemory
     with Engine(runner, tokenizer, memory=ModelMemory(runner, prefix_cache=False)) as engine:
         def took(requests, length):
-            prompts, params, began = Load(prompt, length, requests).prompts(engine.vocab_size), SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True), time.perf_counter()
+            prompts, params, began = Load(prompt, length,
+                                          requests).prompts(engine.vocab_size), SamplingParams(max_tokens=length, temperature=0.0,
+                                                                                               ignore_eos=True), time.perf_counter()
             for stream in [engine.submit(Request(np.array(ids, np.int32), params)) for ids in prompts]: stream.collect()
             return time.perf_counter() - began
         rows = []
         for requests in counts:
             took(requests, 8)                                                   # what is made at first use is made
-            rows.append(dict(requests=requests, tok_s=round(float(np.median([requests * tokens / (took(requests, 2 * tokens) - took(requests, tokens)) for _ in range(rounds)])), 1)))
+            rows.append(dict(requests=requests,
+                             tok_s=round(float(np.median([requests * tokens / (took(requests, 2 * tokens) - took(requests, tokens))
+                                                          for _ in range(rounds)])), 1)))
     return rows
 
 # %% ../../nbs/measure/04_serving.ipynb #00fbd896
 class Child(LlamaPeer):
-    "A process that runs `code`, which answers JSON lines with JSON lines. Raises SparkinferError when it dies, when it says `error`, or after `patience` seconds of silence."
+    """A process that runs `code`, which answers JSON lines with JSON lines. Raises SparkinferError when it dies, when it says `error`, or after
+    `patience` seconds of silence."""
     def __init__(self, name, code, patience=900.0):
         self.name, self.patience = name, patience
         self.start([sys.executable, '-c', code])
@@ -261,7 +270,8 @@ own_server(lambda report: load_engine(open_model({path!r}, False), context={cont
 '''
 
 def own_server(factory, notes=()):
-    "The child with our server: says its `url`, where it computes and what there was to note while it loaded, then answers `prompts` (a burst without HTTP) or `stats`"
+    """The child with our server: says its `url`, where it computes and what there was to note while it loaded, then answers `prompts` (a burst
+    without HTTP) or `stats`"""
     from sparkinfer.serve.app import ServeSettings, background_server
     replies = own_stdout()
     with background_server(factory, ServeSettings(port=0, shutdown_seconds=0)) as state:
@@ -328,7 +338,8 @@ def summary(contender, load):
     def share(name): return sum(r[name] for r in rounds) / sum(wall)
     def megabytes(name): return round(rounds[-1]['memory'].get(name, 0) / 1e6, 1)
     line = dict(what=load.what, **asdict(load), engine=contender.name, rounds=len(rounds), seconds=[round(w, 4) for w in wall],
-                tok_s=round(load.requests * load.tokens / float(np.median(wall)), 2), total_tok_s=round(load.requests * load.context / float(np.median(wall)), 2),
+                tok_s=round(load.requests * load.tokens / float(np.median(wall)), 2),
+                total_tok_s=round(load.requests * load.context / float(np.median(wall)), 2),
                 ttft_ms=percentiles([a.first for a in answers]), itl_ms=percentiles(np.concatenate([a.gaps for a in answers])),
                 pieces=sum(len(a.arrivals) for a in answers) // len(rounds), cached=sum(a.cached for a in answers),
                 client_cpu=round(share('cpu'), 4), cores=round(share('busy'), 2), peak_mb=megabytes('peak'), pss_mb=megabytes('pss'))
@@ -341,8 +352,10 @@ def summary_table(lines):
     def row(l):
         times = [f'{l[kind][p]:.{digits}f}' if l[kind] else '-' for kind, digits in (('ttft_ms', 0), ('itl_ms', 1)) for p in ('p50', 'p90', 'p99')]
         engine = f"{100 * l['engine_share']:.1f}" if 'engine_share' in l else '-'
-        return [l['what'], l['engine'], f"{l['tok_s']:.1f}", f"{l['total_tok_s']:.0f}", *times, f"{l['peak_mb']:.0f}", f"{l['pss_mb']:.0f}", f"{l['cores']:.2f}", f"{100 * l['client_cpu']:.1f}", engine]
-    return text_table(['requests', 'engine', 'tok/s', 'with prompt', 'TTFT p50', 'p90', 'p99', 'ITL p50', 'p90', 'p99', 'peak MB', 'PSS MB', 'cores', 'client %', 'engine %'], list(map(row, lines)))
+        return [l['what'], l['engine'], f"{l['tok_s']:.1f}", f"{l['total_tok_s']:.0f}", *times, f"{l['peak_mb']:.0f}", f"{l['pss_mb']:.0f}",
+                f"{l['cores']:.2f}", f"{100 * l['client_cpu']:.1f}", engine]
+    return text_table(['requests', 'engine', 'tok/s', 'with prompt', 'TTFT p50', 'p90', 'p99', 'ITL p50', 'p90', 'p99', 'peak MB', 'PSS MB', 'cores',
+                       'client %', 'engine %'], list(map(row, lines)))
 
 # %% ../../nbs/measure/04_serving.ipynb #a77611f0
 def prefix_prompts(length, vocab_size, seed, tail=24):
@@ -365,7 +378,8 @@ def prefix_turns(contender, length, vocab_size, rounds, tokens=8):
 
 def prefix_table(lines):
     return text_table(['prefix', 'engine', 'cold TTFT ms', 'warm TTFT ms', 'times faster', 'tokens from cache'],
-                      [[l['prefix'], l['engine'], f"{l['cold_ms']['p50']:.0f}", f"{l['warm_ms']['p50']:.1f}", f"{l['times_faster']:.1f}", l['cached']] for l in lines])
+                      [[l['prefix'], l['engine'], f"{l['cold_ms']['p50']:.0f}", f"{l['warm_ms']['p50']:.1f}", f"{l['times_faster']:.1f}", l['cached']]
+                       for l in lines])
 
 # %% ../../nbs/measure/04_serving.ipynb #aef02b59
 def targets(lines, comparisons=(), prefixes=()):
@@ -386,7 +400,8 @@ def targets(lines, comparisons=(), prefixes=()):
     if shares: add("the engine's own part of a step, worst load", max(shares), 0.05, at_most=True)
     return found
 
-def targets_table(found): return text_table(['target', 'measured', 'must be', 'met'], [[t['what'], f"{t['figure']:.2f}", t['limit'], 'yes' if t['met'] else 'NO'] for t in found])
+def targets_table(found):
+    return text_table(['target', 'measured', 'must be', 'met'], [[t['what'], f"{t['figure']:.2f}", t['limit'], 'yes' if t['met'] else 'NO'] for t in found])
 
 # %% ../../nbs/measure/04_serving.ipynb #fe6bda37
 @dataclass
@@ -406,7 +421,8 @@ class Bench:
 
     def own(self, load):
         kv_tokens = load.requests * (load.context + 32)      # memory is given out in pages of 16 tokens
-        code = OWN.format(path=self.path, context=load.context, threads=self.threads, runner=self.runner, device=self.device, requests=load.requests, kv_tokens=kv_tokens,
+        code = OWN.format(path=self.path, context=load.context, threads=self.threads, runner=self.runner, device=self.device, requests=load.requests,
+                          kv_tokens=kv_tokens,
                           keep_packed=self.keep_packed)
         made = Contender('sparkinfer', code, self.client, self.banned)
         for note in made.hello['notes']:
@@ -488,15 +504,19 @@ def record_text(record):
     parts += [make(record[name]) for make, name in ((prefix_table, 'prefix'), (targets_table, 'targets')) if record[name]]
     if record['http']: parts.append(f"the client used {100 * max(l['client_cpu'] for l in lines):.1f} % of a core at most")
     least = min((l['cores'] for l in lines if l['cores'] and not on_card(l)), default=threads)
-    if least < 0.75 * threads: parts.append(f'WARNING: a server had {least:.2f} cores where it could use {threads}: other programs were running, and these figures say little')
+    if least < 0.75 * threads:
+        parts.append(f'WARNING: a server had {least:.2f} cores where it could use {threads}: other programs were running, and these figures say little')
     return '\n\n'.join(parts) + '\n'
 
 # %% ../../nbs/measure/04_serving.ipynb #bf632f69
-def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads=2, runner='auto', device='auto', http=False, compare=False, prefix=1000, save=False, banned=(),
+def bench_serving(path, vocab_size, prompts, tokens, requests, rounds=3, threads=2, runner='auto', device='auto', http=False, compare=False, prefix=1000,
+                  save=False, banned=(),
                   say=lambda text: None, out=None, keep_packed=False):
     """Measure a server with the model at `path` under every load of `prompts` × `requests`, print tables and, as the last line, JSON; returns the record.
-    http: over HTTP instead of `Engine.submit`; compare: in turns with llama.cpp's server, over HTTP; prefix: length of the prefix that repeats, 0 for none; banned: ids that no answer may hold;
-    keep_packed: see `MemorySettings`. The record names the runner and the device that computed, each line those of its load, since what is chosen depends on the room that a load needs."""
+    http: over HTTP instead of `Engine.submit`; compare: in turns with llama.cpp's server, over HTTP; prefix: length of the prefix that repeats, 0 for
+    none; banned: ids that no answer may hold;
+    keep_packed: see `MemorySettings`. The record names the runner and the device that computed, each line those of its load, since what is chosen
+    depends on the room that a load needs."""
     http, loads = http or compare, [Load(prompt, tokens, n) for prompt in prompts for n in requests]
     bench, began = Bench(str(path), vocab_size, threads, runner, device, rounds, None, tuple(banned), keep_packed, say), time.perf_counter()
     try:

@@ -22,7 +22,8 @@ def stranger_request(number, vocab_size, longest):
     known = random.Random(number % 7)                                           # seven beginnings that many share
     stem = [known.randrange(1, vocab_size) for _ in range(rng.choice([0, 0, 20, 60, 150, longest // 2]))]
     prompt = (stem + [rng.randrange(1, vocab_size) for _ in range(rng.choice([1, 2, 15, 16, 17, 40, 100]))])[:longest]
-    params = SamplingParams(temperature=rng.choice([0.0, 0.8, 1.0]), max_tokens=rng.choice([1, 2, 4, 8, 16, 24]), n=rng.choice([1, 1, 1, 1, 2, 3]), seed=number, logprobs=rng.choice([None, None, None, 3]), ignore_eos=True,
+    params = SamplingParams(temperature=rng.choice([0.0, 0.8, 1.0]), max_tokens=rng.choice([1, 2, 4, 8, 16, 24]), n=rng.choice([1, 1, 1, 1, 2, 3]), seed=number,
+                            logprobs=rng.choice([None, None, None, 3]), ignore_eos=True,
                             repetition_penalty=rng.choice([1.0, 1.0, 1.2]), stop=rng.choice([(), (), ('e',)]))
     return Request(prompt, params, priority=rng.choice([0, 0, 0, -1, 1])), rng.choice([None, None, None, 0, 1, 5])
 
@@ -38,11 +39,13 @@ def ask_and_leave(engine, number, longest, outcomes):
         if leave_after is not None and count >= leave_after: stream.cancel()
         if isinstance(event, (FinishEvent, ErrorEvent)): ends.append(event)
     whole = len(ends) == request.params.n or stream.cancelled
-    outcomes['failed' if any(isinstance(e, ErrorEvent) for e in ends) else 'lost' if not ends or not whole else 'cancelled' if stream.cancelled else 'finished'] += 1
+    outcomes['failed' if any(isinstance(e, ErrorEvent) for e in ends) else 'lost' if not ends or not whole else 'cancelled'
+             if stream.cancelled else 'finished'] += 1
 
 # %% ../../nbs/measure/05_soak.ipynb #cd8326b7
 def soak(engine, requests=2000, readers=24, longest=300, every=0.25) -> dict:
-    "Send `requests` from `readers` threads at once; what became of them, the seconds it took, and (seconds, requests done, resident MB) every quarter of a second"
+    """Send `requests` from `readers` threads at once; what became of them, the seconds it took, and (seconds, requests done, resident MB) every
+    quarter of a second"""
     outcomes, numbers, lock = Counter(), iter(range(requests)), threading.Lock()
     def reader():
         while True:
@@ -59,5 +62,7 @@ def soak(engine, requests=2000, readers=24, longest=300, every=0.25) -> dict:
     seconds = time.perf_counter() - began
     engine.call(engine.memory.check)                                            # raises if a page is lost or counted twice
     stats, health = engine.stats(), engine.health()
-    return dict(requests=requests, seconds=round(seconds, 1), outcomes=dict(outcomes), samples=samples, active=health.active, queued=health.queued, held_pages=stats['memory']['held_pages'],
-                free_slots=stats['memory']['free_slots'], slots=stats['memory']['slots'], preempted=stats['preempted'], rows=stats['rows'], drawn=stats['drawn'], hit_tokens=stats['memory']['hit_tokens'])
+    return dict(requests=requests, seconds=round(seconds, 1), outcomes=dict(outcomes), samples=samples, active=health.active, queued=health.queued,
+                held_pages=stats['memory']['held_pages'],
+                free_slots=stats['memory']['free_slots'], slots=stats['memory']['slots'], preempted=stats['preempted'], rows=stats['rows'],
+                drawn=stats['drawn'], hit_tokens=stats['memory']['hit_tokens'])

@@ -47,7 +47,8 @@ def seconds_text(seconds):
 
 # %% ../../nbs/measure/00_speed.ipynb #9eb7af67
 class Seconds(float):
-    "A time that a peer took with its own clock. A type of its own, because a function under test may return any float (one here returned its sum, and looked very slow)"
+    """A time that a peer took with its own clock. A type of its own, because a function under test may return any float (one here returned its sum,
+    and looked very slow)"""
 
 # %% ../../nbs/measure/00_speed.ipynb #1186e134
 def interleave(peers, rounds=7, warmup=1, clock=time.perf_counter, settle=0.0):

@@ -311,7 +311,8 @@ class SavedFile:
     cuts short kills the process. SparkinferError for what is no file or cannot be opened."""
     file = None
     def __init__(self, path):
-        if path.exists() and not path.is_file(): raise SparkinferError(f'{path} is not a file, so no prefix cache can be read from it')    # opening a pipe would wait for ever
+        # opening a pipe would wait for ever
+        if path.exists() and not path.is_file(): raise SparkinferError(f'{path} is not a file, so no prefix cache can be read from it')
         try: self.file = path.open('rb')
         except OSError as error: raise SparkinferError(f'{path}: cannot be read: {error.strerror or error}') from None
         self.nbytes = os.fstat(self.file.fileno()).st_size
@@ -377,7 +378,8 @@ def _selected(self: ModelMemory, budget_bytes):
 
 @patch
 def save(self: ModelMemory, path, budget_bytes=None):
-    "Write the cache to a safetensors file: beside it first, then under its name, so that a crash leaves the old file. Running sequences are not disturbed. SparkinferError when the disk refuses it."
+    """Write the cache to a safetensors file: beside it first, then under its name, so that a crash leaves the old file. Running sequences are not
+    disturbed. SparkinferError when the disk refuses it."""
     path, identity = Path(path), self._identity()
     try: self._save(path, identity, budget_bytes)
     except OSError as error: raise SparkinferError(f'{path}: the prefix cache cannot be written: {error.strerror or error}') from error
@@ -388,8 +390,10 @@ def _save(self: ModelMemory, path, identity, budget_bytes):
     parents = {self.cache.root: -1} | chosen
     keys, ends = [node.key for node in chosen], [s.place[1] for s in snapshots]
     def numbers(values): return np.array(list(values), np.int32)
-    arrays = dict(block_tokens=padded(keys), block_lengths=numbers(len(key) // WIDTH for key in keys), block_parents=numbers(parents[node.parent] for node in chosen),
-                  snapshot_tokens=padded(ends), snapshot_lengths=numbers(len(key) // WIDTH for key in ends), snapshot_blocks=numbers(parents[s.place[0]] for s in snapshots))
+    arrays = dict(block_tokens=padded(keys), block_lengths=numbers(len(key) // WIDTH for key in keys),
+                  block_parents=numbers(parents[node.parent] for node in chosen),
+                  snapshot_tokens=padded(ends), snapshot_lengths=numbers(len(key) // WIDTH for key in ends),
+                  snapshot_blocks=numbers(parents[s.place[0]] for s in snapshots))
     large = {'page': (list(chosen), self.runner.page_bytes), 'snapshot': (snapshots, self.runner.state_bytes)}
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix='.part', delete=False) as file:
         try:
@@ -439,7 +443,8 @@ def _bytes_of(self: ModelMemory, owner):
 @patch
 def load(self: ModelMemory, path) -> int:
     """Add a saved cache to what is known; returns its number of blocks. Pages stay in the file until a prompt asks for them. UnsupportedError, naming both
-    sides, for one of another model, kind of KV or page size; FormatError for a file that is damaged, SparkinferError for one that cannot be read. All leave memory as it was."""
+    sides, for one of another model, kind of KV or page size; FormatError for a file that is damaged, SparkinferError for one that cannot be read. All
+    leave memory as it was."""
     path, identity = Path(path), self._identity()
     try:
         file = SavedFile(path)

@@ -144,7 +144,8 @@ def _valid(self: PrefixCache, entry): return entry[0] == entry[2].used and entry
 @patch
 def insert(self: PrefixCache, parent: Node, key: bytes, page: int) -> Node:
     """The child of `parent` for `key`, made from `page` if it is not there; the tree then holds the page too.
-    Shorter children that begin the same are replaced. A partial block that a child already begins with needs no page: that child is returned. `parent` must be the root or have a page."""
+    Shorter children that begin the same are replaced. A partial block that a child already begins with needs no page: that child is returned.
+    `parent` must be the root or have a page."""
     node = self._child(parent, key)
     if node.page < 0 and len(key) == len(node.key):
         self.kv.hold([page])

@@ -350,8 +350,10 @@ class App:
     def __init__(self, state: ServerState, routes: list = ROUTES):
         self.state, self.router, self._bell = state, Router(routes), None
         self.pulse = Pulse(state.settings.keep_alive_seconds, state.settings.send_seconds)
-        self.readers = ThreadPoolExecutor(64, 'sparkinfer-answers')             # where embeddings wait for each other; in the loop's own few threads nothing else would be prepared meanwhile
-        self.preparers = ThreadPoolExecutor(32, 'sparkinfer-prepare')           # more than can compile a grammar or wait for that: the others' prompts are not kept waiting by it
+        # where embeddings wait for each other; in the loop's own few threads nothing else would be prepared meanwhile
+        self.readers = ThreadPoolExecutor(64, 'sparkinfer-answers')
+        # more than can compile a grammar or wait for that: the others' prompts are not kept waiting by it
+        self.preparers = ThreadPoolExecutor(32, 'sparkinfer-prepare')
 
     def bell(self) -> Bell:
         if self._bell is None: self._bell = Bell(asyncio.get_running_loop())
@@ -389,7 +391,8 @@ class Connection(_protocol()):
     "uvicorn's HTTP connection, with limits where a client can be silent or endless"
     def connection_made(self, transport):
         super().connection_made(transport)
-        self.head_bytes, self.head_size, self.in_headers, self.data, self.again = 0, 0, False, b'', b''      # bytes since the last head ended; the size of this head; what is being read; what must be read again
+        # bytes since the last head ended; the size of this head; what is being read; what must be read again
+        self.head_bytes, self.head_size, self.in_headers, self.data, self.again = 0, 0, False, b'', b''
         self._expect()
 
     def _expect(self): self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -402,8 +405,10 @@ class Connection(_protocol()):
             self.data, self.again = self.again, b''
             super().data_received(self.data)
         self.head_bytes = self.head_bytes + len(data) if self._in_head() else 0
-        if self.head_bytes > HEAD_LIMIT and not self.transport.is_closing(): self.send_400_response(f'the head of the request is longer than {HEAD_LIMIT:,} bytes')
-        if self._in_head() and self.head_bytes and not self.transport.is_closing() and self.timeout_keep_alive_task is None and timer is not None and not timer.cancelled(): self.timeout_keep_alive_task = timer
+        if self.head_bytes > HEAD_LIMIT and not self.transport.is_closing():
+            self.send_400_response(f'the head of the request is longer than {HEAD_LIMIT:,} bytes')
+        if self._in_head() and self.head_bytes and not self.transport.is_closing() and self.timeout_keep_alive_task is None and timer is not None and not timer.cancelled():
+            self.timeout_keep_alive_task = timer
         elif timer is not None: timer.cancel()
 
     def timeout_keep_alive_handler(self):
@@ -414,7 +419,8 @@ class Connection(_protocol()):
     def send_400_response(self, msg):
         if self.head_size > HEAD_LIMIT: msg = f'the head of the request is longer than {HEAD_LIMIT:,} bytes'
         body = to_json(OPENAI.error(ApiError(400, msg, code='invalid_http')))
-        self.transport.write(b'HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: ' + str(len(body)).encode() + b'\r\n\r\n' + body)
+        self.transport.write(b'HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: ' + str(len(body)).encode()
+                             + b'\r\n\r\n' + body)
         self.transport.close()
 
 # %% ../../nbs/serve/07_app.ipynb #7bc88306
@@ -453,7 +459,8 @@ def _offers_upgrade(self: Connection): return self.parser is not None and self.p
 
 @patch
 def _unsupported_upgrade_warning(self: Connection):
-    "uvicorn calls this where the parser has stopped behind the head of a request that offers an upgrade. The head is read again, without the offer, and then what stands behind it"
+    """uvicorn calls this where the parser has stopped behind the head of a request that offers an upgrade. The head is read again, without the offer,
+    and then what stands behind it"""
     stopped = sys.exc_info()[1]
     if stopped is None or not self._offers_upgrade(): return                                    # CONNECT; or Windows' parser, which does not stop
     lines = [self.parser.get_method() + b' ' + self.url + b' HTTP/' + self.parser.get_http_version().encode()]
@@ -471,7 +478,8 @@ def bind(host: str, port: int) -> socket.socket:
     if not host.strip():
         raise SparkinferError('the host is empty, which would listen on every network: name an address, such as 127.0.0.1, or 0.0.0.0 for all of them')
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)   # asyncio sets TCP_NODELAY only where it sees this number; without it each answer waits 40 ms for an ACK
+    # asyncio sets TCP_NODELAY only where it sees this number; without it each answer waits 40 ms for an ACK
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
@@ -497,7 +505,8 @@ def raise_file_limit(wanted=65536):
 def goodbye(health, seconds):
     "What is said when the server is told to stop"
     open_ones = health.active + health.queued
-    return f'stopping: {plural(open_ones, "request")} may go on for {seconds:g} s, what is not finished then is cut (Ctrl-C again cuts now)' if open_ones else 'stopping: no request is open'
+    return (f'stopping: {plural(open_ones, "request")} may go on for {seconds:g} s, what is not finished then is cut (Ctrl-C again cuts now)' if open_ones
+            else 'stopping: no request is open')
 
 class Server(uvicorn.Server):
     "uvicorn with a bounded goodbye"
@@ -551,7 +560,8 @@ def background_server(factory: Callable, # factory(report) -> Engine
 def curl_line(url: str, settings: ServeSettings) -> str:
     "A command that works when pasted into a shell, and whose answer is the same each time"
     key = ' -H "Authorization: Bearer $SPARKINFER_API_KEY"' if settings.api_key else ''      # never the key itself: terminals are logged
-    return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '" + '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0, "max_tokens": 80}\''
+    return (f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '"
+            + '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0, "max_tokens": 80}\'')
 
 def serve(factory: Callable,            # factory(report) -> Engine, where report(stage, fraction=None) shows progress
           settings=ServeSettings(),
@@ -565,11 +575,13 @@ def serve(factory: Callable,            # factory(report) -> Engine, where repor
     def announce():
         state.changed.wait()
         if state.error: server.should_exit = True
-        elif not state.stopping: echo(f'{state.engine.name} is ready at {url}/v1 (Ctrl-C stops), with a page at {url}/ for your browser. Try:\n\n  {curl_line(url, settings)}\n')
+        elif not state.stopping:
+            echo(f'{state.engine.name} is ready at {url}/v1 (Ctrl-C stops), with a page at {url}/ for your browser. Try:\n\n  {curl_line(url, settings)}\n')
     threading.Thread(target=announce, daemon=True).start()
     state.load(factory)
     here = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if here else None       # else the process would be gone before the engine has closed and written its cache
+    # else the process would be gone before the engine has closed and written its cache
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if here else None
     try: server.run(sockets=[sock])
     except KeyboardInterrupt: pass   # uvicorn passes the signal on after its own goodbye
     finally:

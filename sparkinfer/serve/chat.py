@@ -22,7 +22,8 @@ from ..text.reasoning_tools import Markup, OutputParser, Piece, opened_by
 @dataclass
 class ChatCall:
     "What a client asks for, whatever its dialect"
-    messages: list                        # role, content (str), reasoning_content, tool_calls [{id, type: 'function', function: {name, arguments: dict}}], tool_call_id, name
+    # role, content (str), reasoning_content, tool_calls [{id, type: 'function', function: {name, arguments: dict}}], tool_call_id, name
+    messages: list
     params: SamplingParams = SamplingParams()
     tools: list = field(default_factory=list)        # {'type': 'function', 'function': {name, description, parameters, strict?}}
     tool_choice: str | dict = 'auto'      # 'auto', 'none', 'required' or {'name': NAME}
@@ -98,10 +99,12 @@ class AnswerBuilder:
         pieces, cut_call, dropped = list(self.parser.finish(cut)), self.parser.cut_call, getattr(self.parser, 'dropped', '')
         if cut and open_before: self.answer.cut_in = 'reasoning'
         if cut_call: self.answer.cut_in = 'call'
-        if event.reason == 'stop' and dropped:                                                                                      # what a stop string ended, nobody finishes
+        # what a stop string ended, nobody finishes
+        if event.reason == 'stop' and dropped:
             pieces.append(Piece('reasoning' if self.parser.reasoning_open else 'content', dropped))
             if cut_call: self.answer.cut_in = None
-        if event.reason != 'stop' and cut_call: pieces = [replace(p, text='') if p.kind == 'call_end' else p for p in pieces]       # a limit says itself that something is missing
+        # a limit says itself that something is missing
+        if event.reason != 'stop' and cut_call: pieces = [replace(p, text='') if p.kind == 'call_end' else p for p in pieces]
         return pieces
 
     def _take(self, piece):
@@ -306,7 +309,9 @@ def chat_prompt(call: ChatCall, engine) -> Prompt:
     if tools and said.rfind('<tool_call>') > said.rfind('</tool_call>'):
         raise ApiError(400, 'the last message breaks off inside of a tool call, which cannot be gone on with: let it end before the call, or leave the tools out', param='messages', code='unsupported_prefill')
     try: ids = [int(i) for i in engine.encode_chat(messages, **({'tools': tools} if tools else {}), **ending, **variables)]
-    except UnicodeEncodeError: raise RequestError("'messages' holds half of a surrogate pair (\\ud800 to \\udfff) in the arguments of a call, which is no character", 'messages') from None
+    except UnicodeEncodeError:
+        raise RequestError("'messages' holds half of a surrogate pair (\\ud800 to \\udfff) in the arguments of a call, which is no character",
+                           'messages') from None
     opened = opened_by(ids, markup, engine.tokenizer)
     return Prompt(ids, markup, opened, tools, said.lstrip().removeprefix(markup.think_open) if opened else said)
 

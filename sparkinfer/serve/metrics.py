@@ -101,7 +101,8 @@ class ServerMetrics:
         t, state = self.tokens, self.state
         return dict(ready=float(state.engine is not None and not state.stopping), uptime_seconds=time.time() - self.started,
                     requests_in_progress=self.in_progress, connections=self.connections(),
-                    prompt_tokens_total=t['prompt'], cached_tokens_total=t['cached'], completion_tokens_total=t['completion'], reasoning_tokens_total=t['reasoning'])
+                    prompt_tokens_total=t['prompt'], cached_tokens_total=t['cached'], completion_tokens_total=t['completion'],
+                    reasoning_tokens_total=t['reasoning'])
 
     def collect(self):
         values, engine = self.values(), self.state.engine

@@ -15,12 +15,15 @@ def page_bytes() -> bytes: return (files('sparkinfer')/'serve'/'page.html').read
 
 def content_policy(page: bytes) -> str:
     "The Content-Security-Policy for a page: its own script and style, and nothing else"
-    def hashes(tag): return ' '.join(f"'sha256-{base64.b64encode(hashlib.sha256(body).digest()).decode()}'" for body in re.findall(rb'<%s>(.*?)</%s>' % (tag, tag), page, re.DOTALL))
+    def hashes(tag):
+        return ' '.join(f"'sha256-{base64.b64encode(hashlib.sha256(body).digest()).decode()}'"
+                        for body in re.findall(rb'<%s>(.*?)</%s>' % (tag, tag), page, re.DOTALL))
     return f"default-src 'none'; script-src {hashes(b'script')}; style-src {hashes(b'style')}; style-src-attr 'unsafe-inline'; connect-src 'self'; img-src data:; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
 
 # %% ../../nbs/serve/09_page.ipynb #3adfa76f
 _PAGE = page_bytes()
-_HEADERS = {'content-security-policy': content_policy(_PAGE), 'x-content-type-options': 'nosniff', 'referrer-policy': 'no-referrer', 'cache-control': 'no-cache', 'vary': 'Accept'}
+_HEADERS = {'content-security-policy': content_policy(_PAGE), 'x-content-type-options': 'nosniff', 'referrer-policy': 'no-referrer',
+            'cache-control': 'no-cache', 'vary': 'Accept'}
 _TEXT = f'''sparkinfer {sparkinfer.__version__}. Ollama is running
 
 POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /api/chat, /api/generate

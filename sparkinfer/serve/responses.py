@@ -496,7 +496,8 @@ def ending(self: ResponsesWriter, choice, answer) -> bytes: return self.steps(se
 @patch
 def response(self: ResponsesWriter, answers, usage) -> dict:
     answer = answers[0]
-    reason = 'max_output_tokens' if answer.reason == 'length' else 'unfinished_call' if answer.unfinished else None        # the second word is ours: the model stopped within a call
+    # the second word is ours: the model stopped within a call
+    reason = 'max_output_tokens' if answer.reason == 'length' else 'unfinished_call' if answer.unfinished else None
     done = {} if reason else dict(completed_at=int(time.time()))
     out = self.document('incomplete' if reason else 'completed', map(self.item, self.blocks.all), usage, reason=reason, seed=answer.seed, **done)
     if self.keep: self.keep(out)

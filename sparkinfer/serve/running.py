@@ -138,7 +138,8 @@ class Sending:
         if self.transport is not None: self.transport.abort()      # what is in the buffer will never be read
 
 class Pulse:
-    "One timer for all streams of a server: pokes those that were quiet for `keep_alive` seconds, cuts off those whose client took nothing for `patience` seconds"
+    """One timer for all streams of a server: pokes those that were quiet for `keep_alive` seconds, cuts off those whose client took nothing for
+    `patience` seconds"""
     def __init__(self, keep_alive: float, patience: float):
         self.keep_alive, self.patience, self.sending, self.timer = keep_alive, patience, set(), None
         self.every = min(1.0, keep_alive / 4, patience / 4)
@@ -202,7 +203,8 @@ async def stream_answer(running: RunningJob, send, receive, pulse: Pulse, header
                 parts.clear()
                 if data: await sending.write(data)
             tail = answers.closing()
-        except asyncio.CancelledError: tail, status = last_words(writer, stopped_now()), 503       # a second Ctrl-C: the client hears of it, and no traceback does
+        # a second Ctrl-C: the client hears of it, and no traceback does
+        except asyncio.CancelledError: tail, status = last_words(writer, stopped_now()), 503
         except Exception as error:
             log_unexpected(error)
             tail, status = last_words(writer, error), error_of(error).status

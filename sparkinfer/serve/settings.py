@@ -20,7 +20,8 @@ class ServeSettings:
     "How to serve. Each field's `metadata['help']` is its help text."
     host: str = _option('127.0.0.1', 'address to listen on; 0.0.0.0 is every network of this machine')
     port: int = _option(8080, 'TCP port; 0 takes a free one')
-    api_key: str | None = _option(None, 'key that clients must send as "Authorization: Bearer KEY" or "x-api-key: KEY"; /health, /metrics, /v1/models and the page stay open; none: everybody may ask')
+    api_key: str | None = _option(
+        None, 'key that clients must send as "Authorization: Bearer KEY" or "x-api-key: KEY"; /health, /metrics, /v1/models and the page stay open; none: everybody may ask')
     strict_models: bool = _option(False, 'refuse other model names with 404 instead of serving the one model under any name')
     max_choices: int = _option(8, "largest 'n' of a request")
     body_limit_mb: float = _option(16, 'largest request body, in MB')
@@ -103,7 +104,8 @@ def variable_of(name: str) -> str: return 'SPARKINFER_' + name.upper()
 def strange_variables(environ, names) -> list:
     "A line for each variable that looks like a setting of ours and is none"
     ours = [v for v in sorted(environ) if v.startswith('SPARKINFER_') and v not in OTHER_VARIABLES]
-    return [f'{v} is no setting; {nearest(v.removeprefix("SPARKINFER_").lower(), names, variable_of)}' for v in ours if v.removeprefix('SPARKINFER_').lower() not in names]
+    return [f'{v} is no setting; {nearest(v.removeprefix("SPARKINFER_").lower(), names, variable_of)}' for v in ours
+            if v.removeprefix('SPARKINFER_').lower() not in names]
 
 # %% ../../nbs/serve/07_settings.ipynb #0ee00cd2
 CONTRADICTIONS = [   # (a, b, whether they contradict each other, what to do about it)

@@ -23,7 +23,8 @@ from .tokenizer import Tokenizer
 
 # %% ../../nbs/text/01_chat_template.ipynb #917079cf
 _TEXT_PARTS = {'text': 'text', 'input_text': 'text', 'output_text': 'text', 'refusal': 'refusal'}
-_MEDIA = {'image': 'images', 'image_url': 'images', 'input_image': 'images', 'input_audio': 'audio', 'audio': 'audio', 'video': 'videos', 'video_url': 'videos', 'file': 'files', 'input_file': 'files'}
+_MEDIA = {'image': 'images', 'image_url': 'images', 'input_image': 'images', 'input_audio': 'audio', 'audio': 'audio', 'video': 'videos', 'video_url': 'videos',
+          'file': 'files', 'input_file': 'files'}
 
 def _text_of(content, role, place):
     "One message's content as a string"
@@ -34,9 +35,11 @@ def _text_of(content, role, place):
     for i, part in enumerate(content):
         here = f'{place}[{i}]'
         if isinstance(part, str): texts.append(part); continue
-        if not isinstance(part, dict) or not isinstance(part.get('type'), str): raise RequestError(f"{here} must be an object with a 'type', such as {{'type': 'text', 'text': '…'}}", here)
+        if not isinstance(part, dict) or not isinstance(part.get('type'), str):
+            raise RequestError(f"{here} must be an object with a 'type', such as {{'type': 'text', 'text': '…'}}", here)
         kind = part['type']
-        if kind in _MEDIA: raise RequestError(f'{_MEDIA[kind]} are not supported by this model yet'.replace('audio are', 'audio is'), here, 'unsupported_content')
+        if kind in _MEDIA:
+            raise RequestError(f'{_MEDIA[kind]} are not supported by this model yet'.replace('audio are', 'audio is'), here, 'unsupported_content')
         if kind not in _TEXT_PARTS: raise RequestError(f'{here} has the unknown type {kind!r}', here, 'unsupported_content')
         if not isinstance(part.get(_TEXT_PARTS[kind]), str): raise RequestError(f'{here}.{_TEXT_PARTS[kind]} must be a string', here)
         texts.append(part[_TEXT_PARTS[kind]])
@@ -48,7 +51,8 @@ def _kind(value): return {type(None): 'null', dict: 'an object', bool: 'a boolea
 def _tool_call(call, place):
     "A tool call with its arguments as an object"
     function = call.get('function', call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get('name'), str): raise RequestError(f'{place} must be an object with a function and its name', place)
+    if not isinstance(function, dict) or not isinstance(function.get('name'), str):
+        raise RequestError(f'{place} must be an object with a function and its name', place)
     function = dict(function)
     if function.get('arguments') is None: function['arguments'] = {}
     if isinstance(function['arguments'], str):
@@ -65,7 +69,8 @@ def _name_reasoning(message, place):
 
 def normalize_messages(messages # list of dicts as clients send them
                       ) -> list[dict]:
-    "The messages in the one shape that templates know: `content` is a string. Other keys are kept. Doing it twice changes nothing. Raises `RequestError` with the place at fault."
+    """The messages in the one shape that templates know: `content` is a string. Other keys are kept. Doing it twice changes nothing. Raises
+    `RequestError` with the place at fault."""
     if not isinstance(messages, (list, tuple)): raise RequestError(f'messages must be a list, not {_kind(messages)}', 'messages')
     if not messages: raise RequestError('messages must not be empty', 'messages')
     result = []
@@ -132,7 +137,8 @@ class _Wrapped(NodeTransformer):
     visit_List = visit_Tuple = visit_Dict = _made
 
     def visit_Name(self, node): return _filtered(node, '_born') if node.ctx == 'load' and node.name in ('varargs', 'kwargs') else node
-    def visit_TemplateData(self, node): return (nodes.MarkSafeIfAutoescape if self.escapes else lambda n, lineno: n)(nodes.Const(node.data, lineno=node.lineno), lineno=node.lineno)
+    def visit_TemplateData(self, node):
+        return (nodes.MarkSafeIfAutoescape if self.escapes else lambda n, lineno: n)(nodes.Const(node.data, lineno=node.lineno), lineno=node.lineno)
 
     def visit_For(self, node):
         node = self.generic_visit(node)
@@ -156,7 +162,9 @@ class _Wrapped(NodeTransformer):
 
     def visit_Getitem(self, node):
         node = self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice): return nodes.Filter(node.node, '_sliced', [p or nodes.Const(None, lineno=node.lineno) for p in (node.arg.start, node.arg.stop, node.arg.step)], [], None, None, lineno=node.lineno)
+        if isinstance(node.arg, nodes.Slice):
+            return nodes.Filter(node.node, '_sliced', [p or nodes.Const(None, lineno=node.lineno) for p in (node.arg.start, node.arg.stop, node.arg.step)], [],
+                                None, None, lineno=node.lineno)
         if not _constant(node.arg): node.arg = _filtered(node.arg, '_ticked')
         return node
 
@@ -199,7 +207,8 @@ def _translated(text, table):
     _check(len(text) * max((len(v) for v in values if isinstance(v, str)), default=1) <= MAX_CHARS)
 
 def _encoded(text, encoding='utf-8', errors=''):
-    if str(encoding).lower().replace('_', '-') not in ('utf-8', 'utf8', 'ascii', 'latin-1'): raise TemplateStopped('the chat template asks for an encoding that is not offered')
+    if str(encoding).lower().replace('_', '-') not in ('utf-8', 'utf8', 'ascii', 'latin-1'):
+        raise TemplateStopped('the chat template asks for an encoding that is not offered')
 
 def _rows(text, keepends=False): _check(len(text) * _NODE <= MAX_CHARS or _lines(text) * _NODE <= MAX_CHARS)
 
@@ -207,8 +216,10 @@ def _tabbed(text, tabsize=8): _check(len(text) + text.count('\t') * tabsize <= M
 
 def _escaped(text, *rest): _check(len(text) <= 100_000)       # of text that is marked as safe
 
-_METHODS = (dict(replace=_replaced, split=_split, rsplit=_rsplit, join=_joins, translate=_translated, encode=_encoded, decode=_encoded, expandtabs=_tabbed, splitlines=_rows)
-            | dict.fromkeys(('strip', 'lstrip', 'rstrip', 'rfind', 'rindex', 'rpartition'), _product) | dict.fromkeys(('striptags', 'unescape', 'escape'), _escaped))
+_METHODS = (dict(replace=_replaced, split=_split, rsplit=_rsplit, join=_joins, translate=_translated, encode=_encoded, decode=_encoded, expandtabs=_tabbed,
+                 splitlines=_rows)
+            | dict.fromkeys(('strip', 'lstrip', 'rstrip', 'rfind', 'rindex', 'rpartition'), _product)
+            | dict.fromkeys(('striptags', 'unescape', 'escape'), _escaped))
 
 # %% ../../nbs/text/01_chat_template.ipynb #3767cf51
 _CONVERSION = re.compile(r'%(?:\([^()]*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?')
@@ -289,8 +300,10 @@ def _wordwrap(environment, s, width=79, break_long_words=True, wrapstring=None, 
     return FILTERS['wordwrap'](environment, s, width, break_long_words, wrapstring, break_on_hyphens)
 
 _OUR_FILTERS = dict(join=_join, sum=_sum, replace=_replace, indent=_indent, format=_format, trim=_trim, batch=_batch, round=_round, wordwrap=_wordwrap)
-_SHORT = dict(urlize=10_000, striptags=100_000, wordwrap=50_000, pprint=20_000, title=500_000, wordcount=500_000, xmlattr=500_000, urlencode=500_000)        # filter: longest text, or weight
-_SAME = frozenset(('default', 'd', 'first', 'last', 'min', 'max', 'random', 'attr', 'length', 'count', 'abs', 'float', 'safe'))                                # these make nothing new
+# filter: longest text, or weight
+_SHORT = dict(urlize=10_000, striptags=100_000, wordwrap=50_000, pprint=20_000, title=500_000, wordcount=500_000, xmlattr=500_000, urlencode=500_000)
+# these make nothing new
+_SAME = frozenset(('default', 'd', 'first', 'last', 'min', 'max', 'random', 'attr', 'length', 'count', 'abs', 'float', 'safe'))
 _LISTING = frozenset(('list', 'sort', 'batch', 'slice', 'groupby', 'map', 'select', 'reject', 'selectattr', 'rejectattr', 'unique', 'min', 'max', 'sum'))
 _EAGER = frozenset(('sort', 'groupby', 'unique', 'min', 'max', 'sum'))
 _BY_FIELD = _EAGER | {'map', 'selectattr', 'rejectattr'}                                                          # an argument is a path such as 'a.b'
@@ -305,7 +318,8 @@ class _Clocked(ImmutableSandboxedEnvironment):
     def __init__(self, seconds=MAX_SECONDS, now=datetime.now):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False, finalize=self._written)
         self._seconds, self._local, self.concat = seconds, threading.local(), self._concat
-        self.globals |= dict(raise_exception=_raise_exception, strftime_now=lambda form: now().strftime(form if len(form) <= 1000 else _check(False)), namespace=_Namespace)
+        self.globals |= dict(raise_exception=_raise_exception, strftime_now=lambda form: now().strftime(form if len(form) <= 1000 else _check(False)),
+                             namespace=_Namespace)
         del self.globals['lipsum']
 
     def _spend(self, size=_NODE):
@@ -395,7 +409,8 @@ class _Sandbox(_Clocked):
     def _joined(self, eval_ctx, values):
         texts, total = [], 0
         for value in values:
-            texts.append(value if isinstance(value, str) else value if eval_ctx.autoescape else str(value)); total += len(texts[-1]) if isinstance(texts[-1], str) else 0
+            texts.append(value if isinstance(value, str) else value if eval_ctx.autoescape else str(value))
+            total += len(texts[-1]) if isinstance(texts[-1], str) else 0
             _check(total <= MAX_CHARS)
         return self._born(jinja2.runtime.markup_join(texts) if eval_ctx.autoescape else ''.join(texts))
 
@@ -478,7 +493,8 @@ def call_binop(self: _Sandbox, context, operator, left, right):
         for many, times in ((left, right), (right, left)):
             if hasattr(many, '__len__') and isinstance(times, int): _check(times <= 0 or (MAX_CHARS - _weigh(many)) * times <= MAX_CHARS)
     elif operator == '%' and isinstance(left, str): _percent(left, right)
-    if operator in ('*', '**') and isinstance(left, int) and isinstance(right, int): _check(left.bit_length() * (right if operator == '**' else 1) + right.bit_length() < 4096)
+    if operator in ('*', '**') and isinstance(left, int) and isinstance(right, int):
+        _check(left.bit_length() * (right if operator == '**' else 1) + right.bit_length() < 4096)
     return self._born(ImmutableSandboxedEnvironment.call_binop(self, context, operator, left, right))
 
 # %% ../../nbs/text/01_chat_template.ipynb #6a845c79
@@ -488,10 +504,12 @@ class _Raised(jinja2.TemplateError):
 def _raise_exception(message): raise _Raised(str(message)[:4000])
 
 def _tojson(tick, value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    if isinstance(indent, int) and indent > 100 or isinstance(indent, str) and len(indent) > 100 or separators is not None and sum(map(len, separators)) > 100: raise TemplateStopped('the chat template asks for an absurd indentation')
+    if isinstance(indent, int) and indent > 100 or isinstance(indent, str) and len(indent) > 100 or separators is not None and sum(map(len, separators)) > 100:
+        raise TemplateStopped('the chat template asks for an absurd indentation')
     if indent is None: return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
     pieces, total = [], 0
-    for piece in json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys).iterencode(value):      # what dumps does with an indentation
+    # what dumps does with an indentation
+    for piece in json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys).iterencode(value):
         pieces.append(piece); total += len(piece)
         _check(total <= MAX_CHARS); tick(None)
     return ''.join(pieces)
@@ -511,18 +529,21 @@ class ChatTemplate:
         now=datetime.now):        # the clock of `strftime_now`
         self.source, self.bos_token, self.eos_token, self.origin = source, bos_token, eos_token, origin
         self._sandbox, self._known = _Sandbox(seconds, now), None
-        if source is not None and len(source) > _MAX_SOURCE: raise FormatError(f'the chat template has {len(source):,} characters, and {_MAX_SOURCE:,} are the most')
+        if source is not None and len(source) > _MAX_SOURCE:
+            raise FormatError(f'the chat template has {len(source):,} characters, and {_MAX_SOURCE:,} are the most')
         try: self._template = None if source is None else self._sandbox.from_string(source)
         except jinja2.TemplateSyntaxError as error: raise FormatError(f'the chat template has a fault in line {error.lineno}: {error.message}'[:400]) from None
         except (RecursionError, MemoryError): raise FormatError('the chat template is nested too deeply') from None
-        except SyntaxError as error: raise FormatError(f'the chat template cannot be compiled: {error.msg}'[:400]) from None      # Python's, of what Jinja made of it
+        # Python's, of what Jinja made of it
+        except SyntaxError as error: raise FormatError(f'the chat template cannot be compiled: {error.msg}'[:400]) from None
         except Exception as error: raise FormatError(f'the chat template cannot be compiled: {type(error).__name__} {error}'[:400]) from None
 
     def __repr__(self): return f'ChatTemplate({self.origin}, {len(self.source or "")} characters)' if self.source is not None else 'ChatTemplate(none)'
 
 @patch(cls_method=True)
 def from_gguf(cls: ChatTemplate, metadata: dict, tokenizer: Tokenizer) -> ChatTemplate:
-    "The template in a GGUF file. Without one: ChatML, with a warning, where the vocabulary has its tokens; else a template whose every use raises `RequestError`."
+    """The template in a GGUF file. Without one: ChatML, with a warning, where the vocabulary has its tokens; else a template whose every use raises
+    `RequestError`."""
     source, origin = metadata.get('tokenizer.chat_template'), 'file'
     if source is not None and not isinstance(source, str): raise FormatError(f'tokenizer.chat_template is {type(source).__name__}, and must be a string')
     if not source:
@@ -538,7 +559,8 @@ _NO_TEMPLATE = 'this model has no chat template, so it cannot be asked in messag
 @patch
 def _run(self: ChatTemplate, messages, add_generation_prompt, tools, kwargs):
     "The template's output, every fault turned into a `RequestError`"
-    variables = dict(bos_token=self.bos_token, eos_token=self.eos_token) | kwargs | dict(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
+    variables = dict(bos_token=self.bos_token,
+                     eos_token=self.eos_token) | kwargs | dict(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
     try: return self._sandbox.run(self._template, variables)
     except _Raised as error: raise RequestError(str(error), 'messages', 'chat_template') from None
     except TemplateStopped as error: raise RequestError(str(error), 'messages', 'chat_template') from None
@@ -638,7 +660,8 @@ def _encode(self,
     continue_final_message=False, # end within the last message, the assistant's, instead
     **kwargs                      # further variables that this template knows, such as enable_thinking
 ) -> list[int]:
-    "The prompt as token ids. Control and markup tokens are those that the template wrote; the same spellings in the request stay plain text (markup in the assistant's own earlier messages excepted)."
+    """The prompt as token ids. Control and markup tokens are those that the template wrote; the same spellings in the request stay plain text (markup
+    in the assistant's own earlier messages excepted)."""
     end = self._end_mark(messages, tools, kwargs) if continue_final_message else ''
     messages = self._messages(messages, end)
     try:
@@ -673,8 +696,10 @@ def _left_open(self: ChatTemplate, messages, end):
     "The messages with `end` in the last one where it is to go on"
     *before, last = messages
     place, content = f'messages[{len(before)}]', last['content']
-    if last['role'] != 'assistant': raise RequestError(f"only a message of the assistant can be continued, and the last one is of {last['role'][:40]!r}", place, 'unsupported_prefill')
-    if last.get('tool_calls'): raise RequestError('a message that ends with calls of tools cannot be continued: what follows are their results', place, 'unsupported_prefill')
+    if last['role'] != 'assistant':
+        raise RequestError(f"only a message of the assistant can be continued, and the last one is of {last['role'][:40]!r}", place, 'unsupported_prefill')
+    if last.get('tool_calls'):
+        raise RequestError('a message that ends with calls of tools cannot be continued: what follows are their results', place, 'unsupported_prefill')
     if '</think>' in self.source and '</think>' not in content and content.lstrip().startswith('<think>'):
         last = last | {'reasoning_content': content.lstrip().removeprefix('<think>').removeprefix('\n'), 'content': ''}
         return [*before, last | {'reasoning_content': last['reasoning_content'] + end}]

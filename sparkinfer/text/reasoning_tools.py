@@ -19,7 +19,8 @@ class Piece:
     text: str = ''          # with 'call_end' of an incomplete call: the markup that it was read from, for those who show it rather than lose it
     call: int = -1          # number of the call in this answer: 0, 1, 2 …
     name: str = ''          # of the tool, with 'call'
-    complete: bool = True   # with 'call_end': False when the text ended, or stopped making sense, within the arguments. They stay open; `closing` gives what would close them
+    # with 'call_end': False when the text ended, or stopped making sense, within the arguments. They stay open; `closing` gives what would close them
+    complete: bool = True
 
 @dataclass(frozen=True)
 class Markup:
@@ -33,7 +34,8 @@ class Markup:
         "What a chat template says about its model"
         source = source or ''
         think = ('<think>', '</think>') if '</think>' in source else ('', '')
-        known = '<tool_call>' in source and not any(other in source for other in ('<arg_key>', '<invoke'))      # families that put something else into the same tag
+        # families that put something else into the same tag
+        known = '<tool_call>' in source and not any(other in source for other in ('<arg_key>', '<invoke'))
         return cls(*think, '' if not known else 'qwen_xml' if '<function=' in source else 'hermes')
 
 # %% ../../nbs/text/03_reasoning_tools.ipynb #e8526846
@@ -46,7 +48,8 @@ def opened_by(prompt,           # str: the rendered prompt or its end; or its to
     if isinstance(prompt, str): return prompt.rstrip().endswith(markup.think_open)
     opens, closes = tokenizer.token_id(markup.think_open), tokenizer.token_id(markup.think_close)
     if opens is None or closes is None: return opened_by(tokenizer.decode(prompt[-32:], skip_special=False), markup)
-    last = next((i for i in reversed(prompt) if i in (opens, closes) or i in tokenizer.special_ids), None)     # a control token: what was open, a turn before this one
+    # a control token: what was open, a turn before this one
+    last = next((i for i in reversed(prompt) if i in (opens, closes) or i in tokenizer.special_ids), None)
     return last == opens
 
 # %% ../../nbs/text/03_reasoning_tools.ipynb #92cc1a4d
@@ -54,7 +57,8 @@ _SPACE, LARGEST_DEPTH = ' \t\r\n', 100
 _SPACES, _RUN, _WORD = re.compile(r'[ \t\r\n]*'), re.compile(r'[^"\\\x00-\x1f]+'), re.compile(r'[-+.\w]+')
 _ESCAPE, _HALF_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})'), re.compile(r'\\(?:u[0-9a-fA-F]{0,3})?')
 _NUMBER = re.compile(r'-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?')
-_HIGH, _LOW, _HALF_LOW = re.compile(r'\\u[dD][89abAB]'), re.compile(r'\\u[dD][c-fC-F][0-9a-fA-F]{2}'), re.compile(r'(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?')
+_HIGH, _LOW, _HALF_LOW = (re.compile(r'\\u[dD][89abAB]'), re.compile(r'\\u[dD][c-fC-F][0-9a-fA-F]{2}'),
+                          re.compile(r'(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?'))
 _LITERALS = {'true': 'true', 'false': 'false', 'null': 'null', 'True': 'true', 'False': 'false', 'None': 'null'}
 
 def _number(word):
@@ -161,7 +165,8 @@ def json_types(schema, root, depth=0) -> set:
         for key in ref[2:].split('/'): target = target.get(key.replace('~1', '/').replace('~0', '~')) if isinstance(target, dict) else None
         return inside(target)
     if isinstance(ref, str) and ref.startswith('#') and isinstance(root, dict):                 # the whole, or a part by its name
-        named = [part for key in ('$defs', 'definitions') if isinstance(root.get(key), dict) for part in root[key].values() if isinstance(part, dict) and part.get('$anchor') == ref[1:]]
+        named = [part for key in ('$defs', 'definitions') if isinstance(root.get(key), dict) for part in root[key].values() if isinstance(part, dict)
+                 and part.get('$anchor') == ref[1:]]
         return inside(root if ref == '#' else named[0] if named else None)
     if isinstance(kind := schema.get('type'), str): return {kind}
     if isinstance(kind, list): return {k for k in kind if isinstance(k, str)}
@@ -246,11 +251,14 @@ def _held_from(text, at, markers):
 
 # %% ../../nbs/text/03_reasoning_tools.ipynb #336d32d4
 class Calls:
-    """What the parsers of one call share. A parser starts behind `opener`; `push` gives `Piece`s without numbers. `status`: 'unsure' (may still be text), 'inside', 'ended', 'broken' (no call, or not any more).
-    At the end `rest` is the text that it did not take, `lost` what it took and could not give out; `again`: another call begins there, without an opener. `bare`: this one began without."""
+    """What the parsers of one call share. A parser starts behind `opener`; `push` gives `Piece`s without numbers. `status`: 'unsure' (may still be
+    text), 'inside', 'ended', 'broken' (no call, or not any more).
+    At the end `rest` is the text that it did not take, `lost` what it took and could not give out; `again`: another call begins there, without an
+    opener. `bare`: this one began without."""
     opener, closer, starter, opens_bare = '<tool_call>', '</tool_call>', '', False
     def __init__(self, offered: Offered, bare=False):
-        self.offered, self.bare, self.status, self.rest, self.lost, self.again, self.owes, self._state = offered, bare, 'unsure', '', '', False, False, 'begin'     # owes: a 'call_end'
+        # owes: a 'call_end'
+        self.offered, self.bare, self.status, self.rest, self.lost, self.again, self.owes, self._state = offered, bare, 'unsure', '', '', False, False, 'begin'
 
     def push(self, text: str, final=False) -> list:
         "Takes more text. `final`: the model ended here by itself."
@@ -363,7 +371,8 @@ class QwenXmlCalls(Calls):
 
     def __init__(self, offered, bare=False):
         super().__init__(offered, bare)
-        self._given, self._types, self._kept, self._first = 0, set(), None, False     # parameters given out; of the one at hand: its types, its text (None: it streams), nothing read yet
+        # parameters given out; of the one at hand: its types, its text (None: it streams), nothing read yet
+        self._given, self._types, self._kept, self._first = 0, set(), None, False
 
     def _step(self, text, at, final, pieces):
         if self._state == 'after': return self._after(text, at, final)
@@ -371,7 +380,8 @@ class QwenXmlCalls(Calls):
         if self._state == 'begin':
             if (found := _one_of(text, at, self._begins, final)) is _MORE: return None
             place, name = (0, '') if found is None else _follow(text, at, _OPENS, final)
-            if found is None or self.bare and name not in self.offered: return self._break(len(self.starter) if self.bare else at)   # never nothing: it would be found again
+            # never nothing: it would be found again
+            if found is None or self.bare and name not in self.offered: return self._break(len(self.starter) if self.bare else at)
             self._begin(name, pieces)
             self._tool, self._state = self.offered.name(name), 'inside'
             return place
@@ -437,8 +447,10 @@ class OutputParser:
         self._format, self._offered = CALL_FORMATS.get(markup.call_format) if tools else None, Offered(tools)
         self._mode = 'reasoning' if opened and markup.think_open else 'content'
         self._buffer, self._out = '', []
-        self._blank, self._marked, self._line_blank = not said.strip(_SPACE), opened, not said.rpartition('\n')[2].strip(_SPACE)   # nothing since the last marker; there was a marker; nothing but spaces in this line
-        self._call, self._held, self._found = None, '', []                  # the parser of a call; the text that may be one; within reasoning: the pieces it would give
+        # nothing since the last marker; there was a marker; nothing but spaces in this line
+        self._blank, self._marked, self._line_blank = not said.strip(_SPACE), opened, not said.rpartition('\n')[2].strip(_SPACE)
+        # the parser of a call; the text that may be one; within reasoning: the pieces it would give
+        self._call, self._held, self._found = None, '', []
         self._calls, self._mute = [], False
         self._raw = ''                                                      # the markup of the call so far
         self.cut_call, self.dropped = False, ''                             # the text ended within a call; markup that was cut before it was known what it is
@@ -594,7 +606,8 @@ def _in_thought_call(self: OutputParser, final, cut):
     call, text, close = self._call, self._buffer, self.markup.think_close
     if call.status in ('unsure', 'inside'):
         end = text.find(close)
-        stop = final or end >= 0                                                                  # reasoning ends at the first closing marker, also if a string is open
+        # reasoning ends at the first closing marker, also if a string is open
+        stop = final or end >= 0
         end = end if end >= 0 else len(text) if final else _held_from(text, 0, (close,))
         self._found += call.push(text[:end], stop and not (final and cut))
         self._held, self._buffer = self._held + text[:end], text[end:]

@@ -46,7 +46,8 @@ class TextStream:
         skip_special=True):      # leave out control tokens, as `decode` does
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         for s in stops:
-            if not isinstance(s, str) or not s: raise RequestError('stop strings must not be empty' if s == '' else f'stop must hold strings, not {type(s).__name__}', 'stop')
+            if not isinstance(s, str) or not s:
+                raise RequestError('stop strings must not be empty' if s == '' else f'stop must hold strings, not {type(s).__name__}', 'stop')
         self._token_bytes, self._hidden = tokenizer.token_bytes, tokenizer.special_ids if skip_special else ()
         self._decode = codecs.getincrementaldecoder('utf-8')('replace').decode
         self._automaton = StopAutomaton(stops) if stops else None

@@ -82,7 +82,8 @@ def pre_tokenizer(name: str # the value of tokenizer.ggml.pre
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6   # tokenizer.ggml.token_type
 _MARKUP = re.compile(r'[<\[{|].*[>\]}|]', re.S)
 
-# spellings that end a generation in one family or another. A file names one or two ids; chat models need them all: a base model's <|endoftext|> still ends the answer of its chat version
+# spellings that end a generation in one family or another. A file names one or two ids; chat models need them all: a base model's <|endoftext|> still
+# ends the answer of its chat version
 END_TEXTS = frozenset('''<|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <|endoftext|> <|end_of_text|> <end_of_utterance> </s> <eos>
     <EOT> _<EOT> [EOT] [EOS] <|fim_pad|> <|repo_name|> <|file_sep|> <reponame>'''.split())
 _END_KEYS = ('eos_token_id', 'eot_token_id', 'eom_token_id', 'fim_pad_token_id', 'fim_rep_token_id', 'fim_sep_token_id')
@@ -177,7 +178,8 @@ def encode(self: Tokenizer,
 # %% ../../nbs/text/00_tokenizer.ipynb #ea4b0445
 @patch
 def token_bytes(self: Tokenizer, token_id: int) -> bytes:
-    "The bytes that a token stands for: any bytes, not always whole characters. A control token gives its spelling. Raises `RequestError` for an id outside of the vocabulary."
+    """The bytes that a token stands for: any bytes, not always whole characters. A control token gives its spelling. Raises `RequestError` for an id
+    outside of the vocabulary."""
     found = self._bytes.get(token_id)
     if found is None:
         if not 0 <= token_id < len(self._tokens): raise RequestError(f'token id {token_id} is outside of the vocabulary, which has {len(self._tokens)} tokens')
@@ -202,7 +204,8 @@ def token_id(self: Tokenizer, text: str) -> int | None:
 
 
 # %% ../../nbs/text/00_tokenizer.ipynb #b384a357
-def _shown(value): return repr(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)[:60]          # as the file has it, not as NumPy prints it
+# as the file has it, not as NumPy prints it
+def _shown(value): return repr(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)[:60]
 
 def _need(metadata, key, kind, what):
     if key not in metadata: raise FormatError(f'{key} is missing, so text cannot be turned into tokens')
@@ -218,7 +221,8 @@ def _token_types(metadata, count):
     key = 'tokenizer.ggml.token_type'
     if key not in metadata: return np.full(count, NORMAL, np.int32)          # files of 2023 had none; special tokens are then found by name
     types = np.asarray(metadata[key])
-    if types.shape != (count,) or types.dtype.kind not in 'iu': raise FormatError(f'{key} must be an array of {count} integers, one for each token; it is {types.dtype} {types.shape}')
+    if types.shape != (count,) or types.dtype.kind not in 'iu':
+        raise FormatError(f'{key} must be an array of {count} integers, one for each token; it is {types.dtype} {types.shape}')
     return types.astype(np.int32)
 
 def _id(metadata, name, count):
@@ -233,7 +237,8 @@ def _id(metadata, name, count):
 def _refusal(what, error):
     "What to raise for an exception of the library: FormatError, also for a panic of its Rust, which is no `Exception`; an interrupt stays what it is"
     if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)): return error
-    return FormatError(f'{what}: ' + ('a text in it has half of a surrogate pair' if isinstance(error, UnicodeError) or 'surrogates not allowed' in str(error) else ' '.join(str(error).split())[:300]))
+    return FormatError(f'{what}: ' + ('a text in it has half of a surrogate pair' if isinstance(error, UnicodeError)
+                                      or 'surrogates not allowed' in str(error) else ' '.join(str(error).split())[:300]))
 
 def _bpe(tokens, types, merges, rule):
     "The library's tokenizer for plain text: no added tokens, so that nothing in a text can become one"
@@ -289,7 +294,8 @@ class TokenStrip:
         spans = []
         for k, i in enumerate(self.ids):
             look = 'background:#334;color:#fff' if i in self.tokenizer.special_ids else f'background:{self._COLOURS[k % 5]};color:#000'
-            spans.append(f'<code title="{i}" style="{look};padding:1px 2px;border-radius:3px">{html.escape(self._text(i))}</code>' + ('<br>' if self._text(i).endswith('⏎') else ''))
+            spans.append(f'<code title="{i}" style="{look};padding:1px 2px;border-radius:3px">{html.escape(self._text(i))}</code>'
+                         + ('<br>' if self._text(i).endswith('⏎') else ''))
         return f'<div style="font-family:monospace;line-height:1.7">{" ".join(spans)}</div>'
 
 # %% ../../nbs/text/00_tokenizer.ipynb #99d017cf
@@ -319,10 +325,12 @@ def _vocabulary(path, data, size):
     model, added = data['model'], data.get('added_tokens') or []
     vocab = model.get('vocab')
     if not isinstance(vocab, dict) or not vocab: raise FormatError(f"{path}: model.vocab must be an object of tokens and ids")
-    if not isinstance(added, list) or not all(isinstance(a, dict) and isinstance(a.get('content'), str) and type(a.get('id')) is int for a in added): raise FormatError(f"{path}: added_tokens must be a list of objects with an id and a content")
+    if not isinstance(added, list) or not all(isinstance(a, dict) and isinstance(a.get('content'), str) and type(a.get('id')) is int for a in added):
+        raise FormatError(f"{path}: added_tokens must be a list of objects with an id and a content")
     if any(type(i) is not int for i in vocab.values()): raise FormatError(f'{path}: model.vocab must give each token a whole number')
     ids = [*vocab.values(), *(a['id'] for a in added)]
-    if min(ids) < 0 or max(ids) >= 2 * len(ids) + 100_000: raise FormatError(f'{path}: token ids reach from {min(ids)} to {max(ids)}, in a vocabulary of {len(ids)}')
+    if min(ids) < 0 or max(ids) >= 2 * len(ids) + 100_000:
+        raise FormatError(f'{path}: token ids reach from {min(ids)} to {max(ids)}, in a vocabulary of {len(ids)}')
     if len(set(vocab.values())) < len(vocab): raise FormatError(f'{path}: two tokens of model.vocab have the same id')
     size = max(size, max(ids) + 1)
     tokens, types = [f'[PAD{i}]' for i in range(size)], np.full(size, UNUSED, np.int32)
@@ -337,13 +345,15 @@ def _library_tokenizer(path, data, tokens, types):
     model, controls = data['model'], {tokens[i] for i in np.flatnonzero(types == CONTROL)}
     merges = model.get('merges')
     pairs = [tuple(m.split(' ')) if isinstance(m, str) else tuple(m) if isinstance(m, list) else () for m in merges] if isinstance(merges, list) else None
-    if pairs is None or not all(len(pair) == 2 and all(isinstance(token, str) for token in pair) for pair in pairs): raise FormatError(f'{path}: model.merges must be a list of pairs of tokens')
+    if pairs is None or not all(len(pair) == 2 and all(isinstance(token, str) for token in pair) for pair in pairs):
+        raise FormatError(f'{path}: model.merges must be a list of pairs of tokens')
     for key, kind, what in (('unk_token', str, 'a string'), ('fuse_unk', bool, 'true or false'), ('ignore_merges', bool, 'true or false')):
         if not isinstance(model.get(key), kind | None): raise FormatError(f'{path}: model.{key} must be {what}; the file says {_shown(model[key])}')
     for key in ('continuing_subword_prefix', 'end_of_word_suffix', 'byte_fallback'):
         if model.get(key): raise UnsupportedError(f'{path}: model.{key} is {_shown(model[key])}; in byte-level BPE words are bytes without marks')
     options = {key: model[key] for key in ('unk_token', 'fuse_unk', 'ignore_merges') if model.get(key)}
-    rule = {'version': '1.0', 'added_tokens': [], 'post_processor': None, 'truncation': None, 'padding': None, 'model': {'type': 'BPE', 'vocab': {}, 'merges': []}} | {key: data.get(key) for key in ('normalizer', 'pre_tokenizer', 'decoder')}
+    rule = {'version': '1.0', 'added_tokens': [], 'post_processor': None, 'truncation': None, 'padding': None,
+            'model': {'type': 'BPE', 'vocab': {}, 'merges': []}} | {key: data.get(key) for key in ('normalizer', 'pre_tokenizer', 'decoder')}
     try:
         backend = hf.Tokenizer.from_str(json.dumps(rule))
         backend.model = hf.models.BPE({t: i for t, i in model['vocab'].items() if t not in controls}, pairs, **options)
@@ -361,14 +371,16 @@ def _ids_of(file, entries, key, count):
     "The token ids under `key`, one or a list of them. FormatError for what is no token id"
     said = entries.get(key)
     for i in said if isinstance(said, list) else [] if said is None else [said]:
-        if type(i) is not int or not 0 <= i < count: raise FormatError(f'{file}: `{key}` must be a token id from 0 to {count - 1}, or a list of them; the file says {repr(said)[:60]}')
+        if type(i) is not int or not 0 <= i < count:
+            raise FormatError(f'{file}: `{key}` must be a token id from 0 to {count - 1}, or a list of them; the file says {repr(said)[:60]}')
         yield i
 
 def _spelling(path, entries, key):
     "The token that tokenizer_config.json names, plainly or as an object, or None"
     said = entries.get(key)
     found = said.get('content') if isinstance(said, dict) else said
-    if not isinstance(found, str | None): raise FormatError(f'{path.parent}/tokenizer_config.json: `{key}` must be a token or an object with its `content`; the file says {repr(said)[:60]}')
+    if not isinstance(found, str | None):
+        raise FormatError(f'{path.parent}/tokenizer_config.json: `{key}` must be a token or an object with its `content`; the file says {repr(said)[:60]}')
     return found
 
 # %% ../../nbs/text/00_tokenizer.ipynb #34c98b51
@@ -378,7 +390,8 @@ def from_file(cls: Tokenizer,
     config=None,          # the model's config.json as a dict: ids, and the size of the vocabulary
     generation_config=None, tokenizer_config=None, # the other two files that name special tokens
 ) -> Tokenizer:
-    "Build the tokenizer that a Hugging Face `tokenizer.json` describes. Raises `FormatError` naming what is wrong with it, `UnsupportedError` for another kind than byte-level BPE, `ModelNotFound`."
+    """Build the tokenizer that a Hugging Face `tokenizer.json` describes. Raises `FormatError` naming what is wrong with it, `UnsupportedError` for
+    another kind than byte-level BPE, `ModelNotFound`."""
     path = Path(path)
     data, names = _read_object(path), tokenizer_config or {}
     configs = {'generation_config.json': generation_config, 'config.json': config, 'config.json: text_config': (config or {}).get('text_config')}
@@ -391,24 +404,31 @@ def from_file(cls: Tokenizer,
         if data.get(key): warnings.warn(f'{path}: its {key} is a setting of training and is ignored')
     size = next((c['vocab_size'] for c in configs.values() if type(c.get('vocab_size')) is int and 0 < c['vocab_size'] < 10_000_000), 0)
     tokens, types = _vocabulary(path, data, size)
-    if any(a.get(key) for a in data.get('added_tokens') or [] for key in ('lstrip', 'rstrip', 'single_word')): warnings.warn(f'{path}: some added tokens swallow the spaces around them, or stand as words only; here they are matched as spelled')
+    if any(a.get(key) for a in data.get('added_tokens') or [] for key in ('lstrip', 'rstrip', 'single_word')):
+        warnings.warn(f'{path}: some added tokens swallow the spaces around them, or stand as words only; here they are matched as spelled')
     backend, ids_of = _library_tokenizer(path, data, tokens, types), {token: i for i, token in enumerate(tokens)}
     def ids(key): return [i for name, c in configs.items() for i in _ids_of(path.parent / name, c, key, len(tokens))]
-    bos, eos = (ids_of.get(token) if isinstance(token, str) else None for token in (_spelling(path, names, 'bos_token') or _first_token(data), _spelling(path, names, 'eos_token')))
-    ends = {*ids('eos_token_id'), *([] if eos is None else [eos]), *(i for token, i in ids_of.items() if token in END_TEXTS and (types[i] != NORMAL or _MARKUP.fullmatch(token)))}
+    bos, eos = (ids_of.get(token) if isinstance(token, str) else None
+                for token in (_spelling(path, names, 'bos_token') or _first_token(data), _spelling(path, names, 'eos_token')))
+    ends = {*ids('eos_token_id'), *([] if eos is None else [eos]),
+            *(i for token, i in ids_of.items() if token in END_TEXTS and (types[i] != NORMAL or _MARKUP.fullmatch(token)))}
     bos = next(iter(ids('bos_token_id')), None) if bos is None else bos
     eos = next(iter(ids('eos_token_id')), None) if eos is None else eos
     for i in ends | {bos} - {None}:
         if types[i] in (NORMAL, USER_DEFINED) and _MARKUP.fullmatch(tokens[i]): types[i] = CONTROL
     add_bos = _first_token(data) is not None if names.get('add_bos_token') is None else names['add_bos_token']
-    if not isinstance(add_bos, bool): raise FormatError(f'{path.parent}/tokenizer_config.json: `add_bos_token` must be true or false; the file says {repr(add_bos)[:60]}')
+    if not isinstance(add_bos, bool):
+        raise FormatError(f'{path.parent}/tokenizer_config.json: `add_bos_token` must be true or false; the file says {repr(add_bos)[:60]}')
     return cls(backend, tokens, types, bos, eos, ends, add_bos, f'of {path.name}')
 
 @patch(cls_method=True)
 def from_folder(cls: Tokenizer, folder # of a model
                ) -> Tokenizer:
-    "Build the tokenizer of a Hugging Face folder: `tokenizer.json`, with the special tokens that config.json, generation_config.json and tokenizer_config.json name. Errors as `from_file`."
+    """Build the tokenizer of a Hugging Face folder: `tokenizer.json`, with the special tokens that config.json, generation_config.json and
+    tokenizer_config.json name. Errors as `from_file`."""
     folder = Path(folder)
-    if not (folder / 'tokenizer.json').exists(): raise ModelNotFound(f'{folder}: has no tokenizer.json; transformers writes one: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)')
-    others = {key: _read_object(folder / f'{key}.json') if (folder / f'{key}.json').exists() else None for key in ('config', 'generation_config', 'tokenizer_config')}
+    if not (folder / 'tokenizer.json').exists():
+        raise ModelNotFound(f'{folder}: has no tokenizer.json; transformers writes one: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)')
+    others = {key: _read_object(folder / f'{key}.json') if (folder / f'{key}.json').exists() else None
+              for key in ('config', 'generation_config', 'tokenizer_config')}
     return cls.from_file(folder / 'tokenizer.json', **others)
