@@ -175,14 +175,14 @@ def short_name(name: str) -> str:
     return re.match(r'[a-z]+(_[a-z]+)*', name)[0].replace('_', ' ') + (f' {stage[1]}' if stage else '')
 
 def launch_table(records, order) -> str:
-    "A line for each launch in `records`, whose kernel is `order[launch]`; µs from the first start among them"
+    "A line for each launch in `records`, whose kernel is `order[launch]`: blocks, on how many multiprocessors, how many on one; then when its first block started, on average, and its last one, the same of `waited` and `end`, in µs from the first start of all"
     rows, begin = [], records['start'].min()
     for launch in np.unique(records['launch']):
         own = records[records['launch'] == launch]
         on = np.bincount(own['sm'])
         times = [f'{value / 1e3:.2f}' for field in ('start', 'waited', 'end') for value in (own[field].min() - begin, own[field].mean() - begin, own[field].max() - begin)]
         rows.append([short_name(order[launch]), len(own), np.count_nonzero(on), on.max(), *times])
-    return text_table(['launch', 'blocks', 'on', 'most', *(f'{what} {when}' for what in ('start', 'waited', 'end') for when in ('first', 'mean', 'last'))], rows)
+    return text_table(['launch', 'blocks', 'on', 'most', *(title for what in ('start', 'waited', 'end') for title in (what, 'mean', 'last'))], rows)
 
 # %% ../../nbs/cuda/09_trace.ipynb #5cb63531
 FIELDS = ('sm', 'start', 'waited', 'end')
