@@ -18,6 +18,8 @@ from support import Late, TinyTokenizer
 CONTEXT, VOCAB = 96, 260
 random = np.random.default_rng(0)
 STEMS = [tuple(random.integers(0, 256, n).tolist()) for n in (1, 2, 15, 16, 17, 31, 40, 63)]
+PENALTIES = [dict(presence_penalty=1.5), dict(frequency_penalty=1.2, presence_penalty=-.5), dict(repetition_penalty=1.5), dict(repetition_penalty=1.3, frequency_penalty=.4)]
+FEW = ((5, 7), (9, 7), (66, 7), (200, 7))           # biases: tokens that are said again and again, so that a penalty decides
 TURNS = [(257, *STEMS[4], 258, *STEMS[2], 259), (257, *STEMS[4], 258, *STEMS[3], 259), (258, 7, 259)]     # conversations that begin alike, with tokens that start turns
 
 
@@ -30,6 +32,8 @@ class HandDriven(Engine):
 class LateToy(Late, ToyRunner):
     "Whose tokens come one step late, so that the engine plans with them in flight"
 
+def params(knobs): return SamplingParams(**{**dict(knobs), 'logit_bias': dict(dict(knobs)['logit_bias'])})
+
 def build(recurrent, pages, slots, limits=EngineLimits(), late=False, cache=True):
     runner = (LateToy if late else ToyRunner)(VOCAB, recurrent).load(max_context=CONTEXT, num_slots=slots, num_pages=pages)
     return HandDriven(runner, TinyTokenizer(), limits=limits, memory=ModelMemory(runner, prefix_cache=cache, fingerprint='toy'))
@@ -38,7 +42,7 @@ def build(recurrent, pages, slots, limits=EngineLimits(), late=False, cache=True
 def alone(prompt, recurrent, knobs):
     "What each of the answers says when nothing else is there"
     engine = build(recurrent, pages=3 * CONTEXT // 16, slots=3, cache=False)
-    stream = engine.submit(Request(list(prompt), SamplingParams(**dict(knobs))))
+    stream = engine.submit(Request(list(prompt), params(knobs)))
     for _ in range(500): engine.step()
     return [(tuple(c.token_ids), c.reason) for c in stream.collect()]
 
@@ -50,11 +54,11 @@ class Machine(RuleBasedStateMachine):
         self.engine, self.streams, self.faults = build(*self.options), [], 0
         self.file = Path(self.folder.name)/'cache'
 
-    @rule(stem=st.sampled_from(STEMS + TURNS), extra=st.lists(st.integers(0, 255), max_size=6), tokens=st.integers(1, 30), n=st.sampled_from([1, 1, 1, 2, 4]), seed=st.integers(0, 2), priority=st.integers(-2, 2), penalty=st.sampled_from([0, 0, 0, 1.5]))
+    @rule(stem=st.sampled_from(STEMS + TURNS), extra=st.lists(st.integers(0, 255), max_size=6), tokens=st.integers(1, 30), n=st.sampled_from([1, 1, 1, 2, 4]), seed=st.integers(0, 2), priority=st.integers(-2, 2), penalty=st.sampled_from([{}, {}, {}, *PENALTIES]))
     def submit(self, stem, extra, tokens, n, seed, priority, penalty):
-        prompt, knobs = (*stem, *extra), tuple(dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed, n=n, max_tokens=tokens, presence_penalty=penalty).items())
+        prompt, knobs = (*stem, *extra), tuple(dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed, n=n, max_tokens=tokens, logit_bias=FEW if penalty else (), **penalty).items())
         if len(prompt) + tokens > self.engine.max_context: return
-        try: stream = self.engine.submit(Request(list(prompt), SamplingParams(**dict(knobs)), priority=priority))
+        try: stream = self.engine.submit(Request(list(prompt), params(knobs), priority=priority))
         except EngineBusy as busy: assert busy.code == 'queue_full'
         else: self.streams.append((stream, prompt, knobs, []))
 

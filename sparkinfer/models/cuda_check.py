@@ -21,7 +21,7 @@ from ..measure.speed import report, text_table
 from .config import ModelConfig
 from .cuda_runner import CudaRunner, device_free, size_for
 from ..cuda.ptx import SIMULATED
-from .forward import Batch, SpecRunner
+from .forward import Batch, SpecRunner, StepResult
 from .weights import Weights
 from ..ops.attention import PAGE
 from ..ops.sampling import SampleSpec, SamplingError, pack_mask, sample_spec
@@ -207,17 +207,22 @@ def check_hidden(weights, ids, limit=1e-3):
     return f'relative error {max(errors):.1e}'
 
 # %% ../../nbs/models/05_cuda_check.ipynb #a5ef7804
-def check_ahead(weights, ids, count=3, rounds=10, steps=100):
-    "Greedy and drawn, each token fed on the card and read one step later, against steps that wait for it; and what memory is free before and after"
+def check_ahead(weights, ids, count=5, rounds=10, steps=100):
+    "Greedy, drawn and penalised, each token fed and counted on the card and read one step later, against steps that wait for it; now and then the host draws, since one asks for log-probabilities; and what memory is free before and after"
     runner = CudaRunner().load(weights, max_context=steps + 16, num_slots=2 * count)
     prompts, lengths = [np.roll(ids, -5 * i)[:4].astype(np.int32) for i in range(count)], None
-    def spec(i, step): return SampleSpec() if i == 0 else SampleSpec(temperature=1., top_p=.9 if i == 1 else 1., seed=i, step=step)
+    few = dict(bias_ids=np.unique(ids[:8]).astype(np.int32), bias_values=np.full(len(np.unique(ids[:8])), 8, np.float32))                 # tokens that come again and again, so that a penalty decides
+    kinds = dict(temperature=0.), dict(temperature=1., top_p=.9), dict(temperature=1.), dict(temperature=1., presence_penalty=1.5, repetition_penalty=1.2, **few), dict(frequency_penalty=1., **few)
+    def spec(i, step, said):
+        history = dict(history_ids=np.r_[prompts[i], said].astype(np.int32), prompt_length=len(prompts[i])) if i > 2 else {}
+        return SampleSpec(**kinds[i], **history, seed=i, step=step, num_logprobs=0 if i == 0 and step % 9 == 5 else -1)
     def answers(first, ahead):
         slots, found, waiting = first + np.arange(count), [], None
-        handle = runner.submit(Batch.join([Batch.of(p, slot=first + i) for i, p in enumerate(prompts)]), [spec(i, 0) for i in range(count)])
+        handle = runner.submit(Batch.join([Batch.of(p, slot=first + i) for i, p in enumerate(prompts)]), [spec(i, 0, ()) for i in range(count)])
         for step in range(1, steps):
-            tokens = np.full(count, -1) if ahead else runner.collect(handle).tokens
-            following = runner.submit(Batch(tokens, runner.lengths[slots], slots, np.arange(count)), [spec(i, step) for i in range(count)])
+            tokens = np.full(count, -1) if ahead and not isinstance(handle, StepResult) else runner.collect(handle).tokens
+            said = np.array([*found, tokens]).T
+            following = runner.submit(Batch(tokens, runner.lengths[slots], slots, np.arange(count)), [spec(i, step, said[i]) for i in range(count)])
             found.append(runner.collect(handle).tokens)
             handle = following
         return np.array([*found, runner.collect(handle).tokens])
@@ -226,7 +231,7 @@ def check_ahead(weights, ids, count=3, rounds=10, steps=100):
         for slot in range(count): runner.reset(count + slot)
         np.testing.assert_array_equal(answers(count, True), want)
         if not SIMULATED: free.append(device_free())
-    assert (np.diff(free) < 0).sum() < len(free) / 2, f'free memory drifts: {free}'            # other processes may take and give meanwhile; a leak would show in every round
+    assert not free or (np.diff(free) < 0).sum() < len(free) / 2, f'free memory drifts: {free}'            # other processes may take and give meanwhile; a leak would show in every round
     runner.close()
     return f'{rounds * steps} steps of {count} sequences, the same tokens; free memory {free[-1] - free[0]:+,} bytes' if free else f'{rounds * steps} steps of {count} sequences, the same tokens'
 
@@ -492,7 +497,7 @@ def small_hybrid(seed=0):
     return Weights(config, table)
 
 def simulate(kv='f32', limit=1e-4):
-    "A step of prompt and one of decoding, against the spec"
+    "A step of prompt, one of decoding and two that begin before the tokens that they go on from are known, against the spec"
     weights, errors = small_hybrid(), []
     runner, spec = (r.load(weights, max_context=48, num_slots=2) for r in (CudaRunner(kv_type=kv), SpecRunner()))
     for batch in (Batch([3, 9, 4], [0, 0, 1], [1, 0, 1], [0, 1, 2]), Batch([7, 8], [1, 2], [0, 1], [1, 1])):
@@ -501,5 +506,15 @@ def simulate(kv='f32', limit=1e-4):
     batch, only = Batch([1, 2], [2, 3], [0, 1], [0, 1]), [SampleSpec(temperature=1., allowed=np.uint32([1 << 5])), SampleSpec(allowed=np.uint32([0]))]
     done = runner.collect(runner.submit(batch, only))
     assert done.tokens[0] == 5 and done.errors[0] is None and isinstance(done.errors[1], SamplingError), (done.tokens, done.errors)
+    spec.submit(batch)
+    drawn, heads = [5, 0], [[3], [4, 4]]                                             # in flight: what was drawn, and the 0 that stands for what could not be
+    for step, who in enumerate((-1, 0)):                                             # first the card draws, then the host
+        biases = [dict(bias_ids=np.int32([token]), bias_values=np.float32([50])) if step == 0 else {} for token in drawn]       # with an entry of its own, and without
+        true = [SampleSpec(temperature=1., presence_penalty=100., seed=step, num_logprobs=who, history_ids=np.int32([*head, token]), prompt_length=1, **bias) for head, token, bias in zip(heads, drawn, biases)]
+        handle = runner.submit(Batch([-1, -1], [3 + step, 4 + step], [0, 1], [0, 1]), [replace(s, history_ids=np.r_[s.history_ids[:-1], np.int32(-1)]) for s in true])
+        want = [sample_spec(row, s).token for row, s in zip(spec.submit(Batch(drawn, [3 + step, 4 + step], [0, 1], [0, 1])).logits, true)]
+        np.testing.assert_array_equal(runner.collect(handle).tokens, want)
+        assert all(w != d for w, d in zip(want, drawn)), 'penalised, and said again'
+        drawn, heads = want, [[*head, token] for head, token in zip(heads, drawn)]
     assert max(errors) < limit, f'relative error {max(errors):.1e}'
     return f'relative error {max(errors):.1e}'
