@@ -122,7 +122,7 @@ CONTRADICTIONS = [   # (a, b, whether they contradict each other, what to do abo
     ('max_wait', 'max_seconds', lambda wait, most: wait is not None and most is not None and wait > most,
      'a request has ended before it has waited so long: lower max_wait'),
     ('log_prompts', 'log_requests', lambda prompts, lines: prompts and not lines,
-     'there are no log lines into which the prompts could go: switch log_requests on'),
+     'there are no log lines into which the prompts could go: switch log_requests on, or log_prompts off (--no-log-prompts)'),
 ]
 
 def named_by_source(message: str, settings: list, path=None) -> str:
