@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from sparkinfer.engine.engine import Engine
 from sparkinfer.errors import RequestError, SparkinferError
-from sparkinfer.llm import LLM, Conversation, MemorySettings, Parts, Place, Progress, choose_place, load_engine
+import sparkinfer.llm as llm_module
+from sparkinfer.llm import LLM, Conversation, MemorySettings, Parts, Place, Progress, choose_place, load_engine, load_runner, open_model
+from sparkinfer.measure.accuracy import make_runner
 from sparkinfer.text.chat_template import ChatTemplate
 from support import TEMPLATE, ScriptedRunner, TinyTokenizer, babble, saying, slowly
 
@@ -338,3 +340,21 @@ def test_a_wrong_type_is_one_line(llm):
         with pytest.raises(RequestError, match='stop_token_ids|variables'): llm.chat('x', **knobs)
     for name, value in (('context', '512'), ('threads', '2'), ('threads', True), ('context', 0)):
         with pytest.raises(RequestError, match=f'{name} must be a whole number'): LLM.load('smollm2', progress=False, **{name: value})
+
+# ---- on a GPU
+
+class Asked(Exception): "What a scripted runner on a GPU was told when it was to load"
+
+@pytest.mark.parametrize('keep', [False, True])
+@pytest.mark.parametrize('load', [lambda keep: LLM.load('smollm2', context=256, progress=False, keep_packed=keep),
+                                  lambda keep: load_runner(open_model('smollm2'), 256, keep_packed=keep),
+                                  lambda keep: make_runner('cuda', open_model('smollm2').weights, 256, keep_packed=keep)], ids=['LLM.load', 'load_runner', 'make_runner'])
+def test_keep_packed_reaches_a_runner_on_a_gpu(monkeypatch, load, keep):
+    class Scripted:
+        def load(self, *args, **kwargs): raise Asked(self.keep_packed)
+        def close(self): pass
+    monkeypatch.setattr(llm_module, 'choose_place', lambda *args: Place('cuda', 0, 'scripted'))
+    monkeypatch.setitem(llm_module.RUNNERS, 'cuda', llm_module.RunnerKind(lambda threads, kv_type: Scripted(), ('f16',), lambda weights: 0, 'scripted'))
+    monkeypatch.setitem(sys.modules, 'sparkinfer.models.cuda_runner', SimpleNamespace(CudaRunner=Scripted))
+    with pytest.raises(Asked) as asked: load(keep)
+    assert asked.value.args == (keep,)
