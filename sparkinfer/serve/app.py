@@ -407,7 +407,8 @@ class Connection(_protocol()):
         self.head_bytes = self.head_bytes + len(data) if self._in_head() else 0
         if self.head_bytes > HEAD_LIMIT and not self.transport.is_closing():
             self.send_400_response(f'the head of the request is longer than {HEAD_LIMIT:,} bytes')
-        if self._in_head() and self.head_bytes and not self.transport.is_closing() and self.timeout_keep_alive_task is None and timer is not None and not timer.cancelled():
+        if (self._in_head() and self.head_bytes and not self.transport.is_closing()
+                and self.timeout_keep_alive_task is None and timer is not None and not timer.cancelled()):
             self.timeout_keep_alive_task = timer
         elif timer is not None: timer.cancel()
 
