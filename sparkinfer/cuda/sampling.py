@@ -100,16 +100,17 @@ def draw_records(specs):
     return records, np.concatenate(entries) if at else np.zeros((0, 4), np.uint32)
 
 def penalties_of(spec):
-    history, begin = np.asarray(spec.history_ids, np.int64), spec.prompt_length
-    if spec.repetition_penalty == 1:                                                # then a prompt's tokens count for nothing, and a prompt is long
-        history, begin = history[begin if spec.presence_penalty or spec.frequency_penalty else len(history):], 0
+    "The entries of one row, by rising token but for the one in flight"
+    history, begin = np.asarray(spec.history_ids, np.int32), spec.prompt_length
+    if not (spec.repetition_penalty != 1 or spec.presence_penalty or spec.frequency_penalty): history = history[:0]
     if not len(history) and not len(spec.bias_ids): return np.zeros((0, 4), np.uint32)
-    ids = np.unique(np.concatenate([history, np.asarray(spec.bias_ids, np.int64)]))
+    generated, times = np.unique(history[begin:], return_counts=True)               # the one in flight, -1, is the smallest
+    read = np.unique(history[:begin if spec.repetition_penalty != 1 else 0])        # without that penalty a prompt counts for nothing, and a prompt is long
+    ids = np.unique(np.concatenate([generated, read, np.asarray(spec.bias_ids, np.int32)]))
     out, place = np.zeros((len(ids), 4), np.uint32), lambda tokens: np.searchsorted(ids, tokens)
-    out[:, 0] = ids                                                                 # the one in flight, -1, is the smallest
+    out[:, 0] = ids
     np.add.at(out[:, 1].view(np.float32), place(spec.bias_ids), np.asarray(spec.bias_values, np.float32))
-    out[place(history), 2] = 1
-    np.add.at(out[:, 3], place(history[begin:]), 1)
+    out[place(generated), 2], out[place(read), 2], out[place(generated), 3] = 1, 1, times
     return out
 
 # %% ../../nbs/cuda/06_sampling.ipynb #c663e25f

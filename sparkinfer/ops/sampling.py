@@ -35,7 +35,7 @@ class SampleSpec:
     step: int = 0                     # how many tokens this answer has already
     bias_ids: np.ndarray = field(default_factory=_no_ids)         # int32 (b,): tokens whose logits are shifted …
     bias_values: np.ndarray = field(default_factory=_no_values)   # float32 (b,): … by this much; -inf bans
-    history_ids: np.ndarray = field(default_factory=_no_ids)      # int32 (t,): the prompt's tokens, then the generated ones
+    history_ids: np.ndarray = field(default_factory=_no_ids)      # int32 (t,): the prompt's tokens, then the generated ones; -1 at its end: see `Runner.submit`
     prompt_length: int = 0            # how many of `history_ids` are the prompt's
     num_logprobs: int = -1            # -1 none; 0 the drawn token's own; n also the n most likely
     # uint32 (words,): bit i % 32 of word i // 32 is 1 if token i is allowed, tokens past the last word are not; (0,): all are
