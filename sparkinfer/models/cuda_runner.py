@@ -566,7 +566,7 @@ def launch_rows(self: CudaRunner, n, runs, decode, fed=False):
     else: embed_floats_kernel(self.embedding.kind.name, c.hidden_size).launch(n, 64, self.embedding.addresses[0], ids, h, stream=self.stream)
     for layer, mixer, ffn in zip(self.layers, c.layer_kinds, c.ffn_kinds):
         width = self.width_in[mixer]
-        self.multiply(layer['into'], n, h, self.at('x'), width, 'norm', weight=layer['attn_norm'].address, ahead=beginning(layer['out'][0][0]) if 'up' in layer else (0, 0))
+        self.multiply(layer['into'], n, h, self.at('x'), width, 'norm', weight=layer['attn_norm'].address)
         if mixer == 'attention': self.launch_attention(layer, n, width, decode)
         else: self.launch_delta(layer, n, runs, width, decode)
         if ffn == 'dense': self.launch_dense(layer, n)
