@@ -20,7 +20,7 @@ from sparkinfer.ops.sampling import SampleSpec, adjust_logits_spec, gumbel_noise
 from references import dressed
 from support import Late, TinyTokenizer
 
-DEVICE = os.environ.get('SPARKINFER_TEST_DEVICE', 'cpu')
+DEVICE = os.environ.get('SPARKINFER_TEST_DEVICE') or 'cpu'
 ON_GPU = DEVICE != 'cpu'
 TIE = .05               # nearer than this, in logits, are two tokens as good as each other on a GPU
 

@@ -346,8 +346,13 @@ def without_ties(h, weight):
 
 # %% ../../nbs/cuda/90_check.ipynb #a66a4893
 def check_experts(rng):
+    "With a shared expert and without one; eight middles of 768 are whole turns of a copy, and were once followed by another"
+    cases = [(1, 1024, 32, 32, 2, True), (1, 1024, 32, 32, 1, False)] if SIMULATED else [(3, 2048, 512, 256, 8, True), (2, 2048, 768, 128, 8, False), (1, 1024, 256, 64, 3, False)]
+    return '; '.join(_experts(rng, *case) for case in cases)
+
+def _experts(rng, tokens, hidden, width, experts, chosen, has_shared):
     "Scores to residual stream, by the three kernels, against `moe_spec` and `shared_expert_spec` on the decoded weights with the activations rounded as the kernels round them. Two scores are made equal"
-    tokens, hidden, width, experts, chosen = (1, 1024, 32, 32, 2) if SIMULATED else (3, 2048, 512, 256, 8)
+    shared = width if has_shared else 0
     up_type, down_type = ('Q4_K', 'Q8_0' if SIMULATED else 'Q5_K')
     rows = 16 if SIMULATED else hidden                                               # of the answer; the simulator does a few
     decode = lambda name, blocks, *shape: quant_type(name).decode(blocks).reshape(shape).astype(np.float64)
@@ -367,10 +372,10 @@ def check_experts(rng):
     matrices = [Matrix.from_file(*m) for m in ((up_type, stack, experts * 2 * width, hidden), ('Q8_0', shared_up, 2 * width, hidden), (down_type, stack_down, experts * hidden, width), ('Q8_0', shared_down, hidden, width), ('F32', router.view(np.uint8), experts + 1, hidden))]
     stream, norm = Buffer.of(h), Buffer.of(weight)
     scores, chosen_ids, shares = (Buffer(4 * tokens * n, fill=0xff) for n in (experts + 1, chosen, chosen))
-    middle, group = Buffer(tokens * (chosen + 1) * record_bytes(width), fill=0xff), 1 if SIMULATED else 3
+    middle, group = Buffer(tokens * (chosen + 1) * record_bytes(width), fill=0xff), tokens
     router_kernel(hidden, experts, group).launch(router_blocks(experts, tokens, group), 512, matrices[4].addresses[0], norm.address, stream.address, scores.address)
-    experts_up_kernel(up_type, 'Q8_0', hidden, width, experts, chosen, width).launch(up_blocks(width, chosen, width, tokens), 512, *matrices[0].addresses, *matrices[1].addresses, norm.address, stream.address, scores.address, middle.address, dependent=True)
-    experts_down_kernel(down_type, 'Q8_0', hidden, width, experts, chosen, width).launch(rows // DOWN_WARPS * tokens, 32 * DOWN_WARPS, *matrices[2].addresses, *matrices[3].addresses, middle.address, scores.address, stream.address, chosen_ids.address, shares.address, dependent=True)
+    experts_up_kernel(up_type, 'Q8_0', hidden, width, experts, chosen, shared).launch(up_blocks(width, chosen, shared, tokens), 512, *matrices[0].addresses, *matrices[1].addresses, norm.address, stream.address, scores.address, middle.address, dependent=True)
+    experts_down_kernel(down_type, 'Q8_0', hidden, width, experts, chosen, shared).launch(rows // DOWN_WARPS * tokens, 32 * DOWN_WARPS, *matrices[2].addresses, *matrices[3].addresses, middle.address, scores.address, stream.address, chosen_ids.address, shares.address, dependent=True)
     np.testing.assert_allclose(scores.read(np.float32, (tokens, experts + 1)), x @ router.T, atol=2e-5)
     np.testing.assert_array_equal(chosen_ids.read(np.int32, (tokens, chosen)), ids)
     np.testing.assert_allclose(shares.read(np.float32, (tokens, chosen)), weights, rtol=1e-5)
@@ -378,6 +383,9 @@ def check_experts(rng):
     raw = middle.read(np.uint8, (tokens, chosen + 1, stride))                        # bytes of both halves of the runs, then scales and sums
     codes = raw[..., :width].view(np.int8).reshape(tokens, chosen + 1, 2, width // 32, 16).transpose(0, 1, 3, 2, 4).reshape(tokens, chosen + 1, width)
     runs = raw[..., width:width + width // 4].copy().view(np.float32).reshape(tokens, chosen + 1, -1, 2)
+    if not has_shared:
+        assert (raw[:, chosen] == 0xff).all(), 'there is no shared expert, and it has a middle'
+        raw, codes, runs, middles = raw[:, :chosen], codes[:, :chosen], runs[:, :chosen], middles[:, :chosen]
     np.testing.assert_allclose(runs[..., 1], runs[..., 0] * codes.reshape(*runs.shape[:3], 32).sum(-1, dtype=np.int32), rtol=1e-5, atol=1e-12)
     seen = codes * np.repeat(runs[..., 0].astype(np.float64), 32, axis=-1)
     np.testing.assert_array_less(np.abs(seen - middles), .501 * np.repeat(runs[..., 0].astype(np.float64), 32, axis=-1) + 1e-5 * np.abs(middles).max())   # half a step of its run: the nearest code
@@ -385,12 +393,12 @@ def check_experts(rng):
     for t in range(tokens):                                                          # from the middles that the kernel made, so that a value rounded to the other side does not count twice
         y = seen[t]
         for e, w, v in zip(ids[t], weights[t], y): want[t] += w * (D[e] @ v)
-        want[t] += 1 / (1 + np.exp(-x[t] @ router[experts])) * (Ds @ y[-1])
+        if has_shared: want[t] += 1 / (1 + np.exp(-x[t] @ router[experts])) * (Ds @ y[-1])
     got = stream.read(np.float32, h.shape)
     np.testing.assert_array_equal(got[:, rows:], h[:, rows:])
     error = np.linalg.norm((got - want)[:, :rows]) / np.linalg.norm((want - h)[:, :rows])
     assert error < 1e-5, f'relative error {error:.1e}'
-    return f'{tokens} tokens, {chosen} of {experts} experts and a shared one: relative errors {error_up:.1e} in the middle, {error:.1e}'
+    return f'{tokens} tokens, {chosen} of {experts} experts{" and a shared one" if has_shared else ""}: relative errors {error_up:.1e} in the middle, {error:.1e}'
 
 # %% ../../nbs/cuda/90_check.ipynb #75e1bc3d
 def _experts_for_many(rng, by_pairs):

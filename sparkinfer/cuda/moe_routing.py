@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WARPS', 'THREADS', 'ROUTER_ROWS', 'DOWN_WARPS', 'ordered', 'unordered', 'chooser', 'router_kernel', 'router_blocks',
-           'pair_tools', 'experts_up_kernel', 'up_blocks', 'experts_down_kernel']
+           'pair_tools', 'experts_up_kernel', 'up_blocks', 'copy_plan', 'experts_down_kernel']
 
 # %% ../../nbs/cuda/05_moe_routing.ipynb #cc8a2ff4
 import math
@@ -217,6 +217,12 @@ def up_blocks(width, chosen, shared, tokens):
 # %% ../../nbs/cuda/05_moe_routing.ipynb #3c702038
 DOWN_WARPS = 16     # in a block of `down`: a block for each multiprocessor of a large card, beside one of `up`
 
+# %% ../../nbs/cuda/05_moe_routing.ipynb #copyplan2
+def copy_plan(nbytes: int, threads: int) -> tuple:
+    "(turns in which `threads` copy 16 bytes each, whether all of them are whole)"
+    turns = -(-nbytes // (16 * threads))
+    return turns, nbytes == 16 * threads * turns
+
 # %% ../../nbs/cuda/05_moe_routing.ipynb #bf08f4e3
 @lru_cache(None)
 def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, shared, normalise=True):
@@ -231,9 +237,9 @@ def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, share
     held, held_shared, shared_steps = (each * turns, kind.words), (max(1, -(-units // 32)), KINDS[shared_name].words), -(-units // 32)
     (read, _, choose), per = chooser(experts, chosen, normalise), experts // 32
     middles, stride, blocks = chosen + 1, record_bytes(width), hidden // DOWN_WARPS
-    copy_turns = -(-middles * stride // (512 * DOWN_WARPS))
     copied, stage_words = (middles if shared else chosen) * stride, middles * stride // 4
-    assert hidden % DOWN_WARPS == 0
+    copy_turns, copy_whole = copy_plan(copied, 32 * DOWN_WARPS)
+    assert hidden % DOWN_WARPS == 0 and experts % 32 == 0 and chosen <= 32 and shared in (0, width)
 
     def experts_down(low, high, scale, extra, low_s, high_s, scale_s, extra_s, middle, scores, h, ids, weights):
         launch_dependents()
@@ -254,7 +260,7 @@ def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, share
         wait_for_previous()
         for i in range(copy_turns):
             at = 16 * (cuda.threadIdx.x + 32 * DOWN_WARPS * i)
-            if copied % (512 * DOWN_WARPS) == 0 or at < copied: copy16_async(spot + at, middle + (token * middles * stride + at))
+            if copy_whole or at < copied: copy16_async(spot + at, middle + (token * middles * stride + at))
         copies_begun()
         wait_for_copies()
         cuda.syncthreads()

@@ -266,7 +266,9 @@ def layer_window(order, layers, begin, end) -> tuple:
     starts = [i for i, name in enumerate(order) if name == order[1]]
     if len(starts) != layers: raise SparkinferError(f'{order[1]} was launched {len(starts)} times in a step of {layers} layers')
     if not 0 <= begin < end < layers: raise SparkinferError(f'layers {begin:g} to {end:g} of {layers}: they begin at 0, and the last one cannot be seen to end')
-    return tuple(round(float(np.interp(layer, range(layers), starts))) for layer in (begin, end))
+    first, last = (round(float(np.interp(layer, range(layers), starts))) for layer in (begin, end))
+    if first == last: raise SparkinferError(f'between layers {begin:g} and {end:g} nothing is launched')
+    return first, last
 
 # %% ../../nbs/cuda/09_trace.ipynb #cc35a58b
 def trace_graph(walk, position) -> tuple:
@@ -314,7 +316,10 @@ def main(argv=None):
         if SIMULATED: raise CudaError('a trace needs a GPU: the simulator has no multiprocessors')
         print(gpu_record()['gpu'], flush=True)
     except CudaError as error: return print(error, file=sys.stderr) or 2
-    for model in args.models: trace_step(model, np.random.default_rng(args.seed), args.position, args.layers and tuple(args.layers), args.clumped, not args.no_save, **(dict(measured_commit=args.commit) if args.commit else {}))
+    if args.position < 0: parser.error(f'--position is {args.position}: a step cannot stand before the first token')
+    try:
+        for model in args.models: trace_step(model, np.random.default_rng(args.seed), args.position, args.layers and tuple(args.layers), args.clumped, not args.no_save, **(dict(measured_commit=args.commit) if args.commit else {}))
+    except SparkinferError as error: return print(error, file=sys.stderr) or 2
     return 0
 
 if getattr(globals().get('__spec__'), 'name', None) == 'sparkinfer.cuda.trace' and __name__ == '__main__': sys.exit(main())      # not in a notebook, which is `__main__` too
