@@ -182,7 +182,7 @@ def rows_beside(name, columns, factor, chunk=2):
 
 # %% ../../nbs/cuda/02_fused.ipynb #6dbf4ef7
 @lru_cache(None)
-def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=False, eps=1e-6, block=512, buffers=1, resident=1, beside=None, registers=None, apart=False):
+def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=False, eps=1e-6, block=512, buffers=1, resident=1, beside=None, registers=None):
     """y[t, row] (+)= W[row] · stage(x[t]), for kinds that are multiplied as integers. Arguments: the four planes, x, weight, gate, y (tokens, y_stride) float32, a range (address, bytes) to ask into the second cache meanwhile, the four planes of a second matrix of kind `beside` and the address of its answers (None: not looked at), a range of this matrix to ask into the second cache while the stage is made, y_stride, gate_stride (floats from one token's gate to the next), rows of W, rows of the second matrix.
     rows_each: rows that a group of lanes works on at once; chunk: units of each that it asks for at once; buffers: 1, or 2 where a chunk is a whole row; resident: blocks that a multiprocessor must hold; registers: how many a thread may have, instead. Launch through `fat_gemv`"""
     kind, rows = KINDS[name], rows_each
@@ -259,7 +259,7 @@ def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=
                     at = y + 4 * (np.int64(t) * y_stride + row + r)
                     if not add: store_f32(at, value)
                     elif row + r >= own: add_f32(at, value)                          # the last group may repeat rows of the one before; what is added must be added once
-    return Kernel(fat, *[types.int64] * 17, *[types.int32] * 4, name=f'fat_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}_b{block}x{resident}_{buffers}_{eps}{"_" + beside if beside else ""}{f"_g{registers}" if registers else ""}{"_apart" if apart else ""}', bounds=(block, resident), registers=registers, chained=True, apart=apart)
+    return Kernel(fat, *[types.int64] * 17, *[types.int32] * 4, name=f'fat_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}_b{block}x{resident}_{buffers}_{eps}{"_" + beside if beside else ""}{f"_g{registers}" if registers else ""}', bounds=(block, resident), registers=registers, chained=True)
 
 # %% ../../nbs/cuda/02_fused.ipynb #73515150
 def fat_rule(kind, rows, columns, tokens=1):
@@ -283,7 +283,7 @@ def fat_gemv(matrix, x, y, y_stride=None, tokens=1, stage='norm', weight=0, gate
     asked = rule['buffers'] * blocks * block // 32 * (32 // lanes_for(matrix.kind, matrix.columns)) * each      # rows whose beginning is asked for before the wait
     row_bytes = 16 * matrix.columns // matrix.kind.unit
     soon = matrix.addresses[0] + asked * row_bytes, max(0, min(int(1e6 * rule.get('soon', 0)), (matrix.rows - asked) * row_bytes)) // 256 * 256
-    fat_kernel(matrix.kind.name, matrix.columns, tokens, each, rule['chunk'], stage, add, eps, block, rule['buffers'], rule['resident'], other and other.kind.name, rule.get('registers'), rule.get('apart', False)).launch(
+    fat_kernel(matrix.kind.name, matrix.columns, tokens, each, rule['chunk'], stage, add, eps, block, rule['buffers'], rule['resident'], other and other.kind.name, rule.get('registers')).launch(
         blocks, block, *matrix.addresses, x, weight, gate, y, *ahead, *(other.addresses if other else (0,) * 4), target, *soon, y_stride or matrix.rows, gate_stride or matrix.columns, matrix.rows, other.rows if other else 0, stream=stream, dependent=dependent)
 
 def fits_beside(matrix, other):

@@ -175,8 +175,8 @@ def experts_up_kernel(name, shared_name, hidden, width, experts, chosen, shared,
         squares = cuda.shared.array((1, 32), np.float32)
         numbers = cuda.shared.array(32, np.float32)
         picked = cuda.shared.array(1, np.int32)
-        ahead = np.int64(cuda.gridDim.x) // (chosen + 1) if shared > 0 else np.int64(0)  # blocks of the shared expert
-        if block < ahead:
+        of_shared = np.int64(cuda.gridDim.x) // (chosen + 1) if shared > 0 else np.int64(0)  # blocks of the shared expert
+        if block < of_shared:
             token, slot, run, first = block // blocks, np.int64(chosen), block % blocks, (32 * (block % blocks) + 2 * warp) * row_units
             ours = cuda.local.array(shared_shape, np.uint32)
             load_shared(ours, low_s, high_s, scale_s, extra_s, first, lane)
@@ -189,7 +189,7 @@ def experts_up_kernel(name, shared_name, hidden, width, experts, chosen, shared,
             load_shared(ours, low_s, high_s, scale_s, extra_s, first + row_units, lane)
             compute_shared(ours, spot, squares, numbers, 2 * warp + 1, lane)
         else:
-            token, slot, run = (block - ahead) // (chosen * blocks), (block - ahead) // blocks % chosen, (block - ahead) % blocks
+            token, slot, run = (block - of_shared) // (chosen * blocks), (block - of_shared) // blocks % chosen, (block - of_shared) % blocks
             raw, other, keys = cuda.local.array(raw_shape, np.uint32), cuda.local.array(raw_shape, np.uint32), cuda.local.array(per, np.uint32)
             before(weight, w)
             wait_for_previous()
