@@ -275,7 +275,9 @@ def fat_rule(kind, rows, columns, tokens=1):
 def fat_gemv(matrix, x, y, y_stride=None, tokens=1, stage='norm', weight=0, gate=0, gate_stride=None, add=False, eps=1e-6, ahead=(0, 0), beside=None, stream=None, dependent=True, **options):
     "y (tokens, y_stride) float32 (+)= W · stage(x), addresses; ahead: (address, bytes) of what the next kernel reads first; beside: (matrix of another kind, address of its answers), see `fits_beside`; options: instead of what `fat_rule` says"
     if tokens * record_bytes(matrix.columns) > STAGE_BYTES: raise UnsupportedError(f'{tokens} rows of {matrix.columns} activations do not fit into shared memory')
-    rule = fat_rule(matrix.kind, matrix.rows, matrix.columns, tokens) | options
+    rule = fat_rule(matrix.kind, matrix.rows, matrix.columns, tokens)
+    if 'block' in options or 'resident' in options: rule.pop('registers', None)      # it was right for the rule's own
+    rule |= options
     each, block = min(rule['rows_each'], matrix.rows), rule['block']
     items = -(-matrix.rows // (each * (32 // lanes_for(matrix.kind, matrix.columns))))
     blocks = min(rule['blocks'], -(-items // (block // 32)))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WARPS', 'THREADS', 'ROUTER_ROWS', 'DOWN_WARPS', 'ordered', 'unordered', 'chooser', 'router_kernel', 'router_blocks',
-           'pair_tools', 'experts_up_kernel', 'up_blocks', 'copy_plan', 'experts_down_kernel']
+           'pair_tools', 'experts_up_kernel', 'up_blocks', 'copy_plan', 'down_fits', 'experts_down_kernel']
 
 # %% ../../nbs/cuda/05_moe_routing.ipynb #cc8a2ff4
 import math
@@ -223,6 +223,10 @@ def copy_plan(nbytes: int, threads: int) -> tuple:
     turns = -(-nbytes // (16 * threads))
     return turns, nbytes == 16 * threads * turns
 
+def down_fits(width, chosen, shared):
+    "Whether all middles of a token, with the numbers and shares of its experts, fit into a block's 48 KB of shared memory"
+    return (chosen + bool(shared)) * record_bytes(width) + 8 * chosen + 4 <= 48 << 10
+
 # %% ../../nbs/cuda/05_moe_routing.ipynb #bf08f4e3
 @lru_cache(None)
 def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, shared, normalise=True):
@@ -237,9 +241,10 @@ def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, share
     held, held_shared, shared_steps = (each * turns, kind.words), (max(1, -(-units // 32)), KINDS[shared_name].words), -(-units // 32)
     (read, _, choose), per = chooser(experts, chosen, normalise), experts // 32
     middles, stride, blocks = chosen + 1, record_bytes(width), hidden // DOWN_WARPS
-    copied, stage_words = (middles if shared else chosen) * stride, middles * stride // 4
+    copied = (middles if shared else chosen) * stride
+    stage_words = copied // 4
     copy_turns, copy_whole = copy_plan(copied, 32 * DOWN_WARPS)
-    assert hidden % DOWN_WARPS == 0 and experts % 32 == 0 and chosen <= 32 and shared in (0, width)
+    assert hidden % DOWN_WARPS == 0 and experts % 32 == 0 and chosen <= 32 and shared in (0, width) and down_fits(width, chosen, shared)
 
     def experts_down(low, high, scale, extra, low_s, high_s, scale_s, extra_s, middle, scores, h, ids, weights):
         launch_dependents()

@@ -265,7 +265,7 @@ def layer_window(order, layers, begin, end) -> tuple:
     "(first launch, one behind the last) of a step from layer `begin` to layer `end`, which may end in a fraction. A layer begins with the kernel that follows the embedding; SparkinferError when it is launched more or less often than once a layer"
     starts = [i for i, name in enumerate(order) if name == order[1]]
     if len(starts) != layers: raise SparkinferError(f'{order[1]} was launched {len(starts)} times in a step of {layers} layers')
-    if not 0 <= begin < end < layers: raise SparkinferError(f'layers {begin:g} to {end:g} of {layers}: they begin at 0, and the last one cannot be seen to end')
+    if not 0 <= begin < end <= layers - 1: raise SparkinferError(f'layers {begin:g} to {end:g} of {layers}: they begin at 0, and the last one cannot be seen to end')
     first, last = (round(float(np.interp(layer, range(layers), starts))) for layer in (begin, end))
     if first == last: raise SparkinferError(f'between layers {begin:g} and {end:g} nothing is launched')
     return first, last
@@ -312,11 +312,11 @@ def main(argv=None):
     parser.add_argument('--commit', help='what to write into the record where there is no git')
     parser.add_argument('--no-save', action='store_true', help='only print')
     args = parser.parse_args(argv)
+    if args.position < 0: parser.error(f'--position is {args.position}: a step cannot stand before the first token')
     try:
         if SIMULATED: raise CudaError('a trace needs a GPU: the simulator has no multiprocessors')
         print(gpu_record()['gpu'], flush=True)
     except CudaError as error: return print(error, file=sys.stderr) or 2
-    if args.position < 0: parser.error(f'--position is {args.position}: a step cannot stand before the first token')
     try:
         for model in args.models: trace_step(model, np.random.default_rng(args.seed), args.position, args.layers and tuple(args.layers), args.clumped, not args.no_save, **(dict(measured_commit=args.commit) if args.commit else {}))
     except SparkinferError as error: return print(error, file=sys.stderr) or 2

@@ -20,7 +20,7 @@ from ..cuda.fused import SWIGLU_BLOCKS, fat_gemv, fat_swiglu, fits_beside, swigl
 from ..cuda.gated_deltanet import delta_step_kernel
 from ..cuda.graphs import Buffer, CudaError, Graph, Rehearsal, Stream, checked, device_capability, driver, make_kernels
 from ..cuda.linear import KIND_OF, KINDS, STAGE_BYTES, Matrix, embed, gemv, kind_of, pack, plane_bytes, prepare, record_bytes
-from ..cuda.moe_routing import DOWN_WARPS, experts_down_kernel, experts_up_kernel, router_blocks, router_kernel, up_blocks
+from ..cuda.moe_routing import DOWN_WARPS, down_fits, experts_down_kernel, experts_up_kernel, router_blocks, router_kernel, up_blocks
 from ..cuda.ptx import SIMULATED
 from ..cuda.sampling import DRAW_BYTES, ENTRY_BYTES, adjust, draw, draw_records, feed_kernel, mask_rows, needs, sampling_bytes
 from ..cuda.rows import JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_up_kernel, pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product
@@ -649,7 +649,7 @@ def launch_experts(self: CudaRunner, layer, n):
     up, down, norm = layer['experts_up'][0][0], layer['experts_down'][0][0], layer['ffn_norm'].address
     shared = [layer.get(name, []) for name in ('shared_up', 'shared_down')]
     packed = [parts[0][0] for parts in shared] if all(len(parts) == 1 and parts[0][0].kind.rounded and parts[0][0].kind.name != 'NVFP4' for parts in shared) else None
-    routes, few = H % 1024 == 0 and self.moe == 'jobs', n < MANY and H % 1024 == 0 and I % 32 == 0 and self.moe == 'jobs' and (packed and c.shared_size == I or not c.shared_size)
+    routes, few = H % 1024 == 0 and self.moe == 'jobs', n < MANY and H % 1024 == 0 and I % 32 == 0 and self.moe == 'jobs' and (packed and c.shared_size == I or not c.shared_size) and down_fits(I, K, c.shared_size)
     kind = packed[0].kind.name if packed else 'Q8_0'
     if few:
         own = [p.addresses for p in packed] if packed else [(0,) * 4] * 2
