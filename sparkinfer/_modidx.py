@@ -359,6 +359,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'sparkinfer/cuda/moe_routing.py'),
                                              'sparkinfer.cuda.moe_routing.copy_plan': ( 'cuda/moe_routing.html#copy_plan',
                                                                                         'sparkinfer/cuda/moe_routing.py'),
+                                             'sparkinfer.cuda.moe_routing.down_fits': ( 'cuda/moe_routing.html#down_fits',
+                                                                                        'sparkinfer/cuda/moe_routing.py'),
                                              'sparkinfer.cuda.moe_routing.experts_down_kernel': ( 'cuda/moe_routing.html#experts_down_kernel',
                                                                                                   'sparkinfer/cuda/moe_routing.py'),
                                              'sparkinfer.cuda.moe_routing.experts_up_kernel': ( 'cuda/moe_routing.html#experts_up_kernel',
