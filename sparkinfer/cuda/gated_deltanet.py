@@ -13,7 +13,7 @@ from numba import cuda
 from numba.cuda import types
 from .graphs import Kernel
 from .linear import quantize_four, record_bytes, silu
-from .ptx import launch_dependents, load_f32, load_u32, shuffle_from, store_f32, wait_for_previous, warp_sum
+from .ptx import as_float, as_word, exp2, launch_dependents, load_f32, load_f32x4_staged, load_u32, load_u32_staged, reciprocal, root_reciprocal, shared_address, shuffle_from, store_f32, store_u32_staged, wait_for_previous, warp_sum
 
 # %% ../../nbs/cuda/04_gated_deltanet.ipynb #recur002
 COLUMNS = 32        # of a head's state in one block
@@ -29,39 +29,43 @@ def recurrence(key_dim, eps):
     def unit(value, partial, thread):
         "The query (first half of the threads; scaled) and the key, of length 1. partial: a float of shared memory for each warp"
         squares, length, half = warp_sum(value * value, 32), np.float32(0), thread // key_dim
-        if thread % 32 == 0: partial[thread // 32] = squares
+        if thread & 31 == 0: store_u32_staged(partial + 4 * (thread >> 5), as_word(squares))
         cuda.syncthreads()
-        for i in range(each): length += partial[half * each + i]
-        return value / math.sqrt(length + np.float32(eps)) * (scale if half == 0 else np.float32(1))
+        for i in range(each): length += as_float(load_u32_staged(partial + 4 * (half * each + i)))
+        return value * root_reciprocal(length + np.float32(eps)) * (scale if half == 0 else np.float32(1))
 
     @cuda.jit(device=True)
     def gates(a, b, slope):
         "(what the state is multiplied by, beta)"
         softplus = max(a, np.float32(0)) + math.log1p(math.exp(-abs(a)))
-        return math.exp(slope * softplus), np.float32(1) / (np.float32(1) + math.exp(-b))
-
-    @cuda.jit(device=True)
-    def turn(S, both, value, forget, beta, sums, answers, thread):
-        "S: this thread's rows of its column, in registers; both: query, then key, in shared memory; value: of this column. A barrier, then `total` has the answer"
-        group, column, recalled, answer = thread // 32, thread % 32, np.float32(0), np.float32(0)
-        for i in range(depth):
-            S[i] *= forget
-            recalled += both[key_dim + group * depth + i] * S[i]
-        sums[group, column] = recalled
-        cuda.syncthreads()
-        recalled = np.float32(0)
-        for i in range(groups): recalled += sums[i, column]
-        missing = beta * (value - recalled)
-        for i in range(depth):
-            S[i] += both[key_dim + group * depth + i] * missing
-            answer += both[group * depth + i] * S[i]
-        answers[group, column] = answer
+        return math.exp(slope * softplus), reciprocal(np.float32(1) + exp2(np.float32(-1.4426950408889634) * b))
 
     @cuda.jit(device=True)
     def total(answers, column):
         answer = np.float32(0)
-        for i in range(groups): answer += answers[i, column]
+        for i in range(groups): answer += as_float(load_u32_staged(answers + 4 * column + 128 * i))
         return answer
+
+    @cuda.jit(device=True)
+    def turn(S, both, value, forget, beta, sums, answers, thread):
+        "S: this thread's rows of its column, in registers; both: query, then key, in shared memory; value: of this column. A barrier, then `total` has the answer"
+        queries, recalled, answer = both + 4 * depth * (thread >> 5), np.float32(0), np.float32(0)
+        keys = queries + 4 * key_dim
+        for i in range(0, depth, 4):
+            k = load_f32x4_staged(keys + 4 * i)
+            for e in range(4):
+                S[i + e] *= forget
+                recalled += k[e] * S[i + e]
+        store_u32_staged(sums + 4 * thread, as_word(recalled))
+        cuda.syncthreads()
+        missing = beta * (value - total(sums, thread & 31))
+        for i in range(0, depth, 4):
+            k, q = load_f32x4_staged(keys + 4 * i), load_f32x4_staged(queries + 4 * i)
+            for e in range(4):
+                S[i + e] += k[e] * missing
+                answer += q[e] * S[i + e]
+        store_u32_staged(answers + 4 * thread, as_word(answer))
+
     return unit, gates, turn, total
 
 # %% ../../nbs/cuda/04_gated_deltanet.ipynb #a5fe9733
@@ -73,7 +77,7 @@ def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, e
     Launch with sequences · Hv · value_dim / COLUMNS blocks of 2 · key_dim threads. tiled: value head h uses key head h mod Hk, else h // (Hv / Hk)"""
     threads, channels, parts = 2 * key_dim, 2 * key_heads * key_dim + value_heads * value_dim, value_dim // COLUMNS
     groups, shared_by, terms, runs, stride = threads // COLUMNS, value_heads // key_heads, 2 * taps, value_heads * value_dim // 32, record_bytes(value_heads * value_dim)
-    warps, grid, depth, (unit, gates, turn, whole) = threads // 32, (groups, COLUMNS), key_dim // groups, recurrence(key_dim, eps)
+    warps, depth, (unit, gates, turn, whole) = threads // 32, key_dim // groups, recurrence(key_dim, eps)
     assert value_dim % COLUMNS == 0 and key_dim % groups == 0 and key_dim % 32 == 0
 
     @cuda.jit(device=True)
@@ -98,11 +102,11 @@ def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, e
         column, group = part * COLUMNS + thread % COLUMNS, thread // COLUMNS
         slot, position = np.int64(load_u32(slots + 4 * sequence)), np.int64(load_u32(positions + 4 * sequence))
         S, taken, taken_v = cuda.local.array(depth, np.float32), cuda.local.array(terms, np.float32), cuda.local.array(terms, np.float32)
-        both = cuda.shared.array(threads, np.float32)
-        values = cuda.shared.array(COLUMNS, np.float32)
-        partial = cuda.shared.array(warps, np.float32)
-        sums = cuda.shared.array(grid, np.float32)
-        answers = cuda.shared.array(grid, np.float32)
+        both = shared_address(cuda.shared.array(threads, np.float32))        # a line each: the simulator tells shared arrays apart by their lines
+        values = shared_address(cuda.shared.array(COLUMNS, np.float32))
+        partial = shared_address(cuda.shared.array(warps, np.float32))
+        sums = shared_address(cuda.shared.array(threads, np.float32))
+        answers = shared_address(cuda.shared.array(threads, np.float32))
         home = state + 4 * (((slot * value_heads + head) * key_dim + group * depth) * value_dim + column)
         for i in range(depth): S[i] = load_f32(home + 4 * i * value_dim)
         row, kept, half = x + 4 * sequence * x_stride, ring + 4 * slot * taps * channels, thread // key_dim
@@ -122,12 +126,12 @@ def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, e
         value = convolved(raw, taken, position)
         if own: store_f32(kept + 4 * (position % taps * channels + channel), raw)
         if thread < COLUMNS:
-            values[thread] = convolved(raw_v, taken_v, position)
+            store_u32_staged(values + 4 * thread, as_word(convolved(raw_v, taken_v, position)))
             store_f32(kept + 4 * (position % taps * channels + channel_v), raw_v)
-        both[thread] = unit(value, partial, thread)
-        forget, beta = gates(a, b, slope)
+        forget, beta = gates(a, b, slope)                                            # beside the sums of `unit`, which wait for each other
+        store_u32_staged(both + 4 * thread, as_word(unit(value, partial, thread)))
         cuda.syncthreads()
-        turn(S, both, values[thread % COLUMNS], forget, beta, sums, answers, thread)
+        turn(S, both, as_float(load_u32_staged(values + 4 * (thread & 31))), forget, beta, sums, answers, thread)
         for i in range(depth): store_f32(home + 4 * i * value_dim, S[i])
         cuda.syncthreads()
         if thread < COLUMNS:

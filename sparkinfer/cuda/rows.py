@@ -754,7 +754,7 @@ def delta_rows_kernel(key_heads, value_heads, key_dim, value_dim, tiled, eps=1e-
     Launch with runs · Hv · value_dim / 32 blocks of 2 · key_dim threads"""
     threads, channels, parts = 2 * key_dim, 2 * key_heads * key_dim + value_heads * value_dim, value_dim // 32
     groups, shared_by = threads // 32, value_heads // key_heads
-    warps, grid, depth, (unit, gates, turn, whole) = threads // 32, (groups, 32), key_dim // groups, recurrence(key_dim, eps)
+    warps, depth, (unit, gates, turn, whole) = threads // 32, key_dim // groups, recurrence(key_dim, eps)
 
     def delta_rows(y, x, decay, dt, state, slots, firsts, counts, positions, out, x_stride, place_a, place_b):
         launch_dependents()
@@ -764,10 +764,10 @@ def delta_rows_kernel(key_heads, value_heads, key_dim, value_dim, tiled, eps=1e-
         column, group, half = part * 32 + thread % 32, thread // 32, thread // key_dim
         slot, first, count, position = np.int64(load_u32(slots + 4 * run)), np.int64(load_u32(firsts + 4 * run)), np.int64(load_u32(counts + 4 * run)), np.int64(load_u32(positions + 4 * run))
         S, fresh = cuda.local.array(depth, np.float32), cuda.local.array(4, np.float32)
-        both = cuda.shared.array(threads, np.float32)
-        partial = cuda.shared.array(warps, np.float32)
-        sums = cuda.shared.array(grid, np.float32)
-        answers = cuda.shared.array(grid, np.float32)
+        both = shared_address(cuda.shared.array(threads, np.float32))
+        partial = shared_address(cuda.shared.array(warps, np.float32))
+        sums = shared_address(cuda.shared.array(threads, np.float32))
+        answers = shared_address(cuda.shared.array(threads, np.float32))
         home = state + 4 * (((slot * value_heads + head) * key_dim + group * depth) * value_dim + column)
         for i in range(depth): S[i] = load_f32(home + 4 * i * value_dim) if position > 0 else np.float32(0)
         bias, slope = load_f32(dt + 4 * head), load_f32(decay + 4 * head)
@@ -777,8 +777,8 @@ def delta_rows_kernel(key_heads, value_heads, key_dim, value_dim, tiled, eps=1e-
         for t in range(count):
             value, own, a, b = fresh[0], fresh[1], fresh[2] + bias, fresh[3]
             ask(y, x, fresh, first + min(t + 1, count - 1), channel, channel_v, x_stride, place_a + head, place_b + head)
-            both[thread] = unit(value, partial, thread)
             forget, beta = gates(a, b, slope)
+            store_u32_staged(both + 4 * thread, as_word(unit(value, partial, thread)))
             cuda.syncthreads()
             turn(S, both, own, forget, beta, sums, answers, thread)
             cuda.syncthreads()
