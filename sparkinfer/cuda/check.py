@@ -838,7 +838,7 @@ def noise_matrix(type_name, rows, columns, rng):
     return matrix
 
 # %% ../../nbs/cuda/90_check.ipynb #cadc7a09
-TUNE = dict(many=5, splits=0, ahead_attend=0, ahead_out=5, ahead_gate=5, ahead_dense=5, swiglu={}, beside=True)      # how a step is launched; `ahead_…`: MB of the next matrix that a kernel asks into the second cache when it has asked for the last of its own; swiglu: options of `fat_swiglu`, None: a kernel of its own; many: from so many rows on, the tensor cores; beside: the shared expert of many rows on a stream of its own
+TUNE = dict(many=5, splits=0, ahead_attend=0, ahead_out=5, ahead_moe=1.5, ahead_gate=5, ahead_dense=5, swiglu={}, beside=True)      # how a step is launched; `ahead_…`: MB of the next matrix that a kernel asks into the second cache when it has asked for the last of its own; swiglu: options of `fat_swiglu`, None: a kernel of its own; many: from so many rows on, the tensor cores; beside: the shared expert of many rows on a stream of its own
 
 # %% ../../nbs/cuda/90_check.ipynb #29280130
 class Walk:
@@ -931,7 +931,7 @@ class Walk:
         "h += matrix · stage(…)"
         matrix = layer['out']
         if self.many and self.wanted('out'): self.many_rows(stage, matrix, self.mixed.address, self.h.address, add=True, **given)
-        elif self.wanted('out'): fat_gemv(matrix, self.mixed.address, self.h.address, tokens=self.rows, stage=stage, add=True, ahead=self.ahead('out', layer.get('up') if not self.m['experts'] else None), stream=self.stream, **given, **self.tune.get('out', {}))
+        elif self.wanted('out'): fat_gemv(matrix, self.mixed.address, self.h.address, tokens=self.rows, stage=stage, add=True, ahead=self.ahead('moe', layer['next']) if self.m['experts'] else self.ahead('out', layer['up']), stream=self.stream, **given, **self.tune.get('out', {}))
 
     def many_rows(self, stage, matrix, x, y, add=False, x_stride=None, **given):
         round_rows(stage, matrix.columns, x, self.record.address, self.rows, x_stride, stream=self.stream, **given)
