@@ -379,7 +379,8 @@ def fat_swiglu_kernel(name, columns, width, chunk=3, eps=1e-6, blocks=SWIGLU_BLO
 # %% ../../nbs/cuda/02_fused.ipynb #b175d56b
 def swiglu_fits(matrix):
     "Whether `fat_swiglu` takes this matrix (rows of gate, then as many of up)"
-    return matrix.kind.rounded and matrix.kind.extra != (4, 0) and lanes_for(matrix.kind, matrix.columns) == 32 and matrix.rows % 64 == 0 and 0 < matrix.rows // (64 * SWIGLU_BLOCKS) <= SWIGLU_THREADS // 32 and record_bytes(matrix.columns) <= STAGE_BYTES
+    rounds, whole = matrix.rows // (64 * SWIGLU_BLOCKS), lanes_for(matrix.kind, matrix.columns) == 32 and matrix.rows % 64 == 0
+    return matrix.kind.rounded and matrix.kind.extra != (4, 0) and whole and 0 < rounds <= SWIGLU_THREADS // 32 and record_bytes(matrix.columns) + 256 * rounds + 128 <= STAGE_BYTES
 
 def fat_swiglu(matrix, h, weight, record, left, eps=1e-6, ahead=(0, 0), stream=None, dependent=True, **options):
     "See `fat_swiglu_kernel`. → the stage with which `fat_gemv` reads the record, `left` given as its gate"

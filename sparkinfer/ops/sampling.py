@@ -170,10 +170,14 @@ def _refuse(code, step):
     reason = {-1: 'holds NaN or +inf: the weights are damaged or a computation overflowed', -2: 'rules out every token'}[code]
     raise SamplingError(f'step {step}: the row of logits {reason}')
 
+def _known(spec):
+    if len(spec.history_ids) and spec.history_ids[-1] < 0: raise SamplingError(f'step {spec.step}: the history ends in {spec.history_ids[-1]}, a token in flight: only the runner that drew it knows it. Give its number')
+
 def sample_spec(logits: np.ndarray, # float32 (vocab,)
                 spec: SampleSpec
                ) -> Sampled:
-    "One token, the plain way. Raises SamplingError on a row with NaN, +inf or nothing but -inf."
+    "One token, the plain way. Raises SamplingError on a row with NaN, +inf or nothing but -inf, and on a history that ends in a token in flight."
+    _known(spec)
     if np.isnan(logits).any() or (logits == np.inf).any(): _refuse(-1, spec.step)
     adjusted = adjust_logits_spec(logits, spec)
     if adjusted.max() == -np.inf: _refuse(-2, spec.step)
@@ -413,7 +417,8 @@ def sample_row(logits, temperature, top_k, top_p, min_p, repetition, presence, f
 def sample(logits: np.ndarray, # float32 (vocab,), contiguous
            spec: SampleSpec
           ) -> Sampled:
-    "One token, the fast way; the same token as `sample_spec`. Raises SamplingError on a row with NaN, +inf or nothing but -inf."
+    "One token, the fast way; the same token as `sample_spec`, and the same refusals."
+    _known(spec)
     n = min(max(spec.num_logprobs, 0), len(logits))
     top_ids, top_logprobs = np.empty(n, np.int32), np.empty(n, np.float32)
     token, logprob = sample_row(logits, float(spec.temperature), int(spec.top_k), float(spec.top_p), float(spec.min_p),

@@ -71,7 +71,9 @@ def shown_settings(settings: list) -> dict:
 # %% ../../nbs/serve/07_settings.ipynb #578754d0
 def nearest(name: str, names, shown=str) -> str:
     "A hint for a name that does not exist; `shown`: how a name is spelled there"
-    found = difflib.get_close_matches(name.replace('-', '_'), sorted(names), 1, 0.5)
+    name = name.replace('-', '_')
+    if f'no_{name}' in names: return f'there is only {shown("no_" + name)!r}, its opposite'
+    found = difflib.get_close_matches(name, sorted(names), 1, 0.5)
     return f'did you mean {shown(found[0])!r}?' if found else f'there are {", ".join(map(shown, sorted(names)))}'
 
 KINDS = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'a string', tuple: 'a list of strings'}
