@@ -4105,6 +4105,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'sparkinfer/ops/sampling.py'),
                                          'sparkinfer.ops.sampling._as_key': ('ops/sampling.html#_as_key', 'sparkinfer/ops/sampling.py'),
                                          'sparkinfer.ops.sampling._bin': ('ops/sampling.html#_bin', 'sparkinfer/ops/sampling.py'),
+                                         'sparkinfer.ops.sampling._known': ('ops/sampling.html#_known', 'sparkinfer/ops/sampling.py'),
                                          'sparkinfer.ops.sampling._no_ids': ('ops/sampling.html#_no_ids', 'sparkinfer/ops/sampling.py'),
                                          'sparkinfer.ops.sampling._no_values': ( 'ops/sampling.html#_no_values',
                                                                                  'sparkinfer/ops/sampling.py'),
