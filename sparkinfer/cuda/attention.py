@@ -14,7 +14,8 @@ from numba import cuda
 from numba.cuda import types
 from .graphs import Kernel
 from .fused import prefetch_share
-from .ptx import (bits_xor, byte_permute, exp2, fma_halves, float_to_half, floats_to_halves, half_to_float, launch_dependents, load16_once, load16_staged, load_f32, load_f32x2, load_u32, mma_f16, reciprocal, root_reciprocal, round_to_int,
+from .ptx import (bits_xor, byte_permute, exp2, fma_halves, float_to_half, floats_to_halves, half_to_float, launch_dependents, load16_once,
+                                 load16_staged, load_f32, load_f32x2, load_u32, mma_f16, reciprocal, root_reciprocal, round_to_int,
                                  shared_address, shuffle_from, shuffle_xor, shuffle_xor_int, store_f32, store_u32, wait_for_previous, warp_max, warp_sum)
 
 # %% ../../nbs/cuda/03_attention.ipynb #3f4bbf39
@@ -27,7 +28,8 @@ def rope_table(positions, rope_dim, theta):
 
 @lru_cache(None)
 def head_loader(head_dim, rope_dim, eps):
-    "A device function: one warp reads a head's floats, norms them (weight address 0: does not) and rotates them. Lane `i` holds elements i, i + 32, …, so that a pair of the rotation is in one lane when rope_dim is 64, else the partner is fetched"
+    """A device function: one warp reads a head's floats, norms them (weight address 0: does not) and rotates them. Lane `i` holds elements i, i + 32,
+    …, so that a pair of the rotation is in one lane when rope_dim is 64, else the partner is fetched"""
     each, half = head_dim // 32, rope_dim // 2
 
     @cuda.jit(device=True)
@@ -55,7 +57,8 @@ def head_loader(head_dim, rope_dim, eps):
 # %% ../../nbs/cuda/03_attention.ipynb #3ba4288c
 @lru_cache(None)
 def page_products(head_dim, own, stride):
-    "Device functions of a warp for pages of halves: load_keys(k, address), scores(k, q, s), load_values(v, address), mix(v, p, acc). own: query heads; stride: bytes from one row of queries in shared memory to the next"
+    """Device functions of a warp for pages of halves: load_keys(k, address), scores(k, q, s), load_values(v, address), mix(v, p, acc). own: query
+    heads; stride: bytes from one row of queries in shared memory to the next"""
     runs, parts = head_dim // 32, head_dim // 64
 
     @cuda.jit(device=True)
@@ -99,7 +102,8 @@ def page_products(head_dim, own, stride):
             for w in range(4):
                 a, b, e, f = v[16 * c + w], v[16 * c + 4 + w], v[16 * c + 8 + w], v[16 * c + 12 + w]
                 i, even, odd = 4 * (4 * c + w), np.uint32(0x5410), np.uint32(0x7632)
-                r = mma_f16(byte_permute(a, b, even), byte_permute(a, b, odd), byte_permute(e, f, even), byte_permute(e, f, odd), first, second, acc[i], acc[i + 1], acc[i + 2], acc[i + 3])
+                r = mma_f16(byte_permute(a, b, even), byte_permute(a, b, odd), byte_permute(e, f, even), byte_permute(e, f, odd), first, second, acc[i],
+                            acc[i + 1], acc[i + 2], acc[i + 3])
                 for j in range(4): acc[i + j] = r[j]
     return load_keys, scores, load_values, mix
 
@@ -112,7 +116,8 @@ def bytes_to_halves(word, selector):
 # %% ../../nbs/cuda/03_attention.ipynb #f795d412
 @lru_cache(None)
 def byte_page_products(head_dim, own, stride):
-    "`page_products` for pages of bytes. Lane 4g+t: keys of positions g and 8+g, elements 64c+16t … +15; values of positions 2t, 2t+1, 8+2t, 9+2t, elements 128c+16g … +15; acc: i = 2 (4c+w) + j, elements 128c+16g+4w+2j and the next"
+    """`page_products` for pages of bytes. Lane 4g+t: keys of positions g and 8+g, elements 64c+16t … +15; values of positions 2t, 2t+1, 8+2t, 9+2t,
+    elements 128c+16g … +15; acc: i = 2 (4c+w) + j, elements 128c+16g+4w+2j and the next"""
     parts, wide = head_dim // 64, head_dim // 128
     assert head_dim % 128 == 0
 
@@ -137,7 +142,8 @@ def byte_page_products(head_dim, own, stride):
                 for n in range(2):
                     for i in range(2):
                         word = k[4 * (2 * c + n) + 2 * j + i]
-                        r = mma_f16(high[2 * i], low[2 * i], high[2 * i + 1], low[2 * i + 1], bytes_to_halves(word, np.uint32(0x4140)), bytes_to_halves(word, np.uint32(0x4342)), d[4 * n], d[4 * n + 1], d[4 * n + 2], d[4 * n + 3])
+                        r = mma_f16(high[2 * i], low[2 * i], high[2 * i + 1], low[2 * i + 1], bytes_to_halves(word, np.uint32(0x4140)),
+                                    bytes_to_halves(word, np.uint32(0x4342)), d[4 * n], d[4 * n + 1], d[4 * n + 2], d[4 * n + 3])
                         for e in range(4): d[4 * n + e] = r[e]
         for n in range(2): s[2 * n], s[2 * n + 1] = d[4 * n] + d[4 * n + 2], d[4 * n + 1] + d[4 * n + 3]
 
@@ -153,8 +159,10 @@ def byte_page_products(head_dim, own, stride):
             for w in range(4):
                 for j in range(2):
                     order = np.uint32(0x5140 if j == 0 else 0x7362)                  # bytes 2j, 2j+1 of two positions, in turns
-                    a, b, i = byte_permute(v[16 * c + w], v[16 * c + 4 + w], order), byte_permute(v[16 * c + 8 + w], v[16 * c + 12 + w], order), 4 * (2 * (4 * c + w) + j)
-                    r = mma_f16(bytes_to_halves(a, np.uint32(0x4140)), bytes_to_halves(a, np.uint32(0x4342)), bytes_to_halves(b, np.uint32(0x4140)), bytes_to_halves(b, np.uint32(0x4342)), first, second, acc[i], acc[i + 1], acc[i + 2], acc[i + 3])
+                    a, b, i = (byte_permute(v[16 * c + w], v[16 * c + 4 + w], order), byte_permute(v[16 * c + 8 + w], v[16 * c + 12 + w], order),
+                               4 * (2 * (4 * c + w) + j))
+                    r = mma_f16(bytes_to_halves(a, np.uint32(0x4140)), bytes_to_halves(a, np.uint32(0x4342)), bytes_to_halves(b, np.uint32(0x4140)),
+                                bytes_to_halves(b, np.uint32(0x4342)), first, second, acc[i], acc[i + 1], acc[i + 2], acc[i + 3])
                     for e in range(4): acc[i + e] = r[e]
     return load_keys, scores, load_values, mix
 
@@ -195,15 +203,18 @@ def head_storer(head_dim, kv):
 # %% ../../nbs/cuda/03_attention.ipynb #f55fb645
 @lru_cache(None)
 def store_keys_kernel(heads, kv_heads, head_dim, rope_dim, gated=True, eps=1e-6, kv='f16'):
-    "Keys (normed, rotated) and values of all rows into their pages. Arguments: x, k_norm weight (0: none), angles, keys, values, their scales, slots, table, positions as `attend_kernel`; x_stride, table_stride. Launch with rows · kv_heads blocks of 64 threads"
+    """Keys (normed, rotated) and values of all rows into their pages. Arguments: x, k_norm weight (0: none), angles, keys, values, their scales,
+    slots, table, positions as `attend_kernel`; x_stride, table_stride. Launch with rows · kv_heads blocks of 64 threads"""
     load_head, store, each = head_loader(head_dim, rope_dim, eps), head_storer(head_dim, kv), head_dim // 32
     keys_at, values_at = heads * head_dim * (2 if gated else 1), heads * head_dim * (2 if gated else 1) + kv_heads * head_dim
 
     def store_keys(x, k_norm, angles, keys, values, key_scales, value_scales, slots, table, positions, x_stride, table_stride):
         launch_dependents()
-        lane, warp, row, kv_head = np.int64(cuda.threadIdx.x & 31), np.int64(cuda.threadIdx.x >> 5), np.int64(cuda.blockIdx.x) // kv_heads, np.int64(cuda.blockIdx.x) % kv_heads
+        lane, warp, row, kv_head = (np.int64(cuda.threadIdx.x & 31), np.int64(cuda.threadIdx.x >> 5), np.int64(cuda.blockIdx.x) // kv_heads,
+                                    np.int64(cuda.blockIdx.x) % kv_heads)
         position, v, source = np.int64(load_u32(positions + 4 * row)), cuda.local.array(each, np.float32), x + 4 * row * x_stride
-        home = (np.int64(load_u32(table + 4 * (np.int64(load_u32(slots + 4 * row)) * table_stride + position // PAGE))) * kv_heads + kv_head) * PAGE + position % PAGE
+        home = (np.int64(load_u32(table + 4 * (np.int64(load_u32(slots + 4 * row)) * table_stride + position // PAGE))) * kv_heads
+                + kv_head) * PAGE + position % PAGE
         wait_for_previous()
         if warp == 0:
             load_head(source + 4 * (keys_at + kv_head * head_dim), k_norm, angles + 8 * position * (rope_dim // 2), lane, v)
@@ -216,18 +227,24 @@ def store_keys_kernel(heads, kv_heads, head_dim, rope_dim, gated=True, eps=1e-6,
 # %% ../../nbs/cuda/03_attention.ipynb #ebf34204
 @lru_cache(None)
 def attend_kernel(heads, kv_heads, head_dim, rope_dim, splits, gated=True, normed=True, eps=1e-6, kv='f16', stored=False):
-    """Arguments: x (sequences, x_stride) float32, rows [each head: query (| gate) | keys | values], q_norm and k_norm weights, angles, key pages, value pages, their scales (pages, kv_heads, PAGE) float32 (kv 'int8'; 0 for 'f16'), slots (sequences) int32: which row of the table, table (slots, table_stride) int32, positions (sequences) int32,
-    tops (sequences, kv_heads, splits, 8), sums (the same), partial (sequences, kv_heads, splits, 8 · head_dim: in the order of the registers, see `combine_kernel`), a range (address, bytes) to ask into the second cache; x_stride, table_stride.
-    Launch with sequences · kv_heads · splits blocks of 256 threads. Stretches without pages write nothing. stored: `store_keys_kernel` has stored the keys and values of all rows, which then may be several of one sequence"""
+    """Arguments: x (sequences, x_stride) float32, rows [each head: query (| gate) | keys | values], q_norm and k_norm weights, angles, key pages,
+    value pages, their scales (pages, kv_heads, PAGE) float32 (kv 'int8'; 0 for 'f16'), slots (sequences) int32: which row of the table, table (slots,
+    table_stride) int32, positions (sequences) int32,
+    tops (sequences, kv_heads, splits, 8), sums (the same), partial (sequences, kv_heads, splits, 8 · head_dim: in the order of the registers, see
+    `combine_kernel`), a range (address, bytes) to ask into the second cache; x_stride, table_stride.
+    Launch with sequences · kv_heads · splits blocks of 256 threads. Stretches without pages write nothing. stored: `store_keys_kernel` has stored the
+    keys and values of all rows, which then may be several of one sequence"""
     own, each, width = heads // kv_heads, head_dim // 32, head_dim * (2 if gated else 1)
     scale, row_halves, in_bytes = np.float32(LOG2E / math.sqrt(head_dim)), head_dim + 32, kv == 'int8'
     each_bytes = 1 if in_bytes else 2
     stride, held, weights, gather_shape = 2 * row_halves, each_bytes * head_dim // 8, head_dim // 4, (4, head_dim // 4, 32)
-    load_head, store, (load_keys, scores, load_values, mix) = head_loader(head_dim, rope_dim, eps), head_storer(head_dim, kv), (byte_page_products if in_bytes else page_products)(head_dim, own, stride)
+    load_head, store, (load_keys, scores, load_values, mix) = (head_loader(head_dim, rope_dim, eps), head_storer(head_dim, kv),
+                                                               (byte_page_products if in_bytes else page_products)(head_dim, own, stride))
     keys_at, values_at, q_shape, ends_shape = heads * width, heads * width + kv_heads * head_dim, (16, row_halves), (2, WARPS, 8)
     assert head_dim % 64 == 0 and head_dim <= 256 and own <= 8 and kv in ('f16', 'int8')
 
-    def attend(x, q_norm, k_norm, angles, keys, values, key_scales, value_scales, slots, table, positions, tops, sums, partial, ahead, ahead_bytes, x_stride, table_stride):
+    def attend(x, q_norm, k_norm, angles, keys, values, key_scales, value_scales, slots, table, positions, tops, sums, partial, ahead, ahead_bytes,
+               x_stride, table_stride):
         launch_dependents()
         lane, warp, block = np.int64(cuda.threadIdx.x & 31), np.int64(cuda.threadIdx.x >> 5), np.int64(cuda.blockIdx.x)
         sequence, kv_head, split = block // (kv_heads * splits), block // splits % kv_heads, block % splits
@@ -334,7 +351,8 @@ def attend_kernel(heads, kv_heads, head_dim, rope_dim, splits, gated=True, norme
         cuda.syncthreads()
         if used:
             for i in range(warp, weights, WARPS):
-                store_f32(partial + 4 * ((block * weights + i) * 32 + lane), gathered[0, i, lane] + gathered[1, i, lane] + gathered[2, i, lane] + gathered[3, i, lane])
+                store_f32(partial + 4 * ((block * weights + i) * 32 + lane),
+                          gathered[0, i, lane] + gathered[1, i, lane] + gathered[2, i, lane] + gathered[3, i, lane])
 
     @cuda.jit(device=True)
     def load_scales(s, scales, home, lane):
@@ -343,14 +361,18 @@ def attend_kernel(heads, kv_heads, head_dim, rope_dim, splits, gated=True, norme
             two = load_f32x2(scales + 4 * (home * PAGE + 8 * n + 2 * (lane & 3)))
             s[2 * n], s[2 * n + 1] = two[0], two[1]
 
-    return Kernel(attend, *[types.int64] * 16, types.int32, types.int32, name=f'attend_{heads}_{kv_heads}_{head_dim}_{rope_dim}_{splits}_{int(gated)}{int(normed)}_{eps}_{kv}{"_stored" if stored else ""}', bounds=(256, 1), chained=True)
+    return Kernel(attend, *[types.int64] * 16, types.int32, types.int32,
+                  name=f'attend_{heads}_{kv_heads}_{head_dim}_{rope_dim}_{splits}_{int(gated)}{int(normed)}_{eps}_{kv}{"_stored" if stored else ""}',
+                  bounds=(256, 1), chained=True)
 
 # %% ../../nbs/cuda/03_attention.ipynb #2bb092e0
 @lru_cache(None)
 def combine_kernel(heads, kv_heads, head_dim, splits, gated=True, kv='f16'):
-    "Arguments: tops, sums, partial of `attend_kernel`, x, positions, out (sequences, heads · head_dim) float32, x_stride. Launch with sequences · kv_heads · head_dim / 8 blocks of 256 threads: 64 numbers, each by four threads that share the stretches"
+    """Arguments: tops, sums, partial of `attend_kernel`, x, positions, out (sequences, heads · head_dim) float32, x_stride. Launch with sequences ·
+    kv_heads · head_dim / 8 blocks of 256 threads: 64 numbers, each by four threads that share the stretches"""
     width, own, numbers, pieces = head_dim * (2 if gated else 1), heads // kv_heads, 8 * head_dim, head_dim // 8
-    shape, AT_ONCE, board, every, run = (splits, 8), 16, (4, 64), -(-splits // 32), 8 if kv == 'int8' else 4        # run: pairs of elements that a lane has in a row
+    # run: pairs of elements that a lane has in a row
+    shape, AT_ONCE, board, every, run = (splits, 8), 16, (4, 64), -(-splits // 32), 8 if kv == 'int8' else 4
 
     def combine(tops, sums, partial, x, positions, out, x_stride):
         launch_dependents()
@@ -362,7 +384,8 @@ def combine_kernel(heads, kv_heads, head_dim, splits, gated=True, kv='f16'):
         ends = cuda.shared.array(shape, np.float32)
         found = cuda.shared.array(board, np.float32)
         total = cuda.shared.array(8, np.float32)
-        values, tops_, sums_, number = cuda.local.array(AT_ONCE, np.float32), cuda.local.array(every, np.float32), cuda.local.array(every, np.float32), 64 * piece + (thread & 63)
+        values, tops_, sums_, number = (cuda.local.array(AT_ONCE, np.float32), cuda.local.array(every, np.float32), cuda.local.array(every, np.float32),
+                                        64 * piece + (thread & 63))
         i, lane = number >> 5, number & 31
         inner, element = 2 * (lane & 3) + (i & 1), (i >> 2) // run * 8 * run * 2 + (lane >> 2) * 2 * run + 2 * (i >> 2 & run - 1) + (i >> 1 & 1)
         head, source = kv_head * own + inner, partial + 4 * (pair * splits * numbers + number)

@@ -33,14 +33,18 @@ from .fused import SWIGLU_BLOCKS, fat_gemv, fat_kernel, fat_rule, fat_swiglu, fi
 from .gated_deltanet import delta_step_kernel
 from .moe_routing import DOWN_WARPS, experts_down_kernel, experts_up_kernel, router_blocks, router_kernel, up_blocks
 from .graphs import Buffer, CudaError, Graph, Kernel, Stream, checked, driver, replay_seconds
-from .linear import KINDS, PACKERS, Matrix, embed, gemv, gemv_arguments, gemv_kernel, kind_of, pack, plane_bytes, prepare, quantize_rows, quantize_spec, record_bytes, records_spec
-from .rows import JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel, pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product, tiled_records_spec
-from .sampling import BLOCKS, adjust, best_of_all, best_of_parts, draw, draw_records, feed_kernel, greedy, mask_rows, needs, penalise_kernel, sampling_bytes
+from .linear import (KINDS, PACKERS, Matrix, embed, gemv, gemv_arguments, gemv_kernel, kind_of, pack, plane_bytes, prepare, quantize_rows,
+                                    quantize_spec, record_bytes, records_spec)
+from .rows import (JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel,
+                                  pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product, tiled_records_spec)
+from .sampling import (BLOCKS, adjust, best_of_all, best_of_parts, draw, draw_records, feed_kernel, greedy, mask_rows, needs, penalise_kernel,
+                                      sampling_bytes)
 from .ptx import *
 from .ptx import SIMULATED, TWINS, shared_address
 
 # %% ../../nbs/cuda/90_check.ipynb #3a997556
-SCALARS = ('dp4a', 'byte_permute', 'shift_right', 'shift_left', 'bits_and', 'bits_or', 'bits_xor', 'half_to_float', 'float_to_half', 'float_to_bf16', 'floats_to_halves', 'round_to_int', 'e4m3_to_halves', 'floats_to_e4m3', 'fma_halves', 'exp2')
+SCALARS = ('dp4a', 'byte_permute', 'shift_right', 'shift_left', 'bits_and', 'bits_or', 'bits_xor', 'half_to_float', 'float_to_half', 'float_to_bf16',
+           'floats_to_halves', 'round_to_int', 'e4m3_to_halves', 'floats_to_e4m3', 'fma_halves', 'exp2')
 
 def _scalars(operands, out):
     at = operands + 4 * np.int64(cuda.threadIdx.x)
@@ -78,7 +82,9 @@ def check_instructions(rng):
     scalars.launch(1, 32, operands.address, out.address)
     got = dict(zip(SCALARS, out.read(np.uint32, (len(SCALARS), 32))))
     low, count = a & 0xffff, b & 31
-    given = dict(dp4a=(a, b, [5] * 32), byte_permute=(a, b, c), shift_right=(a, count), shift_left=(a, count), half_to_float=(low,), float_to_half=(x,), float_to_bf16=(x,), floats_to_halves=(x, y), round_to_int=(x,), e4m3_to_halves=(low,), floats_to_e4m3=(x, y), fma_halves=(a, b, c), exp2=(x * np.float32(.01),))
+    given = dict(dp4a=(a, b, [5] * 32), byte_permute=(a, b, c), shift_right=(a, count), shift_left=(a, count), half_to_float=(low,), float_to_half=(x,),
+                 float_to_bf16=(x,), floats_to_halves=(x, y), round_to_int=(x,), e4m3_to_halves=(low,), floats_to_e4m3=(x, y), fma_halves=(a, b, c),
+                 exp2=(x * np.float32(.01),))
     for name in SCALARS:
         want = [TWINS[name](*operand) for operand in zip(*given.get(name, (a, b)))]
         bits = np.array([np.asarray(v).reshape(1).view({2: np.uint16, 4: np.uint32}[np.asarray(v).itemsize])[0] for v in want], np.uint32)
@@ -116,7 +122,8 @@ def check_warp(rng):
     warp.launch(1, 32, values.address, out.address)
     got, lane = out.read(np.float32, (8, 32)), np.arange(32)
     want = [x[lane ^ 5], np.full(32, x.sum()), x.reshape(4, 8).max(1).repeat(8), x.sum(), x[3], x[lane ^ 16], x[::-1], np.tile(x.reshape(8, 4).sum(1), 4)]
-    for i, expected in enumerate(want): np.testing.assert_array_equal(got[i].view(np.int32) if i in (3, 5) else got[i], np.broadcast_to(expected, 32), err_msg=f'row {i}')
+    for i, expected in enumerate(want):
+        np.testing.assert_array_equal(got[i].view(np.int32) if i in (3, 5) else got[i], np.broadcast_to(expected, 32), err_msg=f'row {i}')
     return '8 exchanges'
 
 # %% ../../nbs/cuda/90_check.ipynb #afde442e
@@ -142,7 +149,8 @@ def check_matrix_products(rng):
     bits = [(rng.normal(0, 1, (n, 16)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for n in (16, 8)]
     bits = [b & 0xbfff | 0x2000 for b in bits]                                        # as halves too, moderate numbers
     out, out_int, out_half = (Buffer(512, fill=0xff) for _ in range(3))
-    given = [Buffer.of(b) for b in bits]                                             # kept: a buffer that nobody holds is freed, and the next one gets its address
+    # kept: a buffer that nobody holds is freed, and the next one gets its address
+    given = [Buffer.of(b) for b in bits]
     matrix_products.launch(1, 32, given[0].address, given[1].address, out.address, out_int.address, out_half.address)
     A, B = ((m.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for m in bits)
     np.testing.assert_allclose(out.read(np.float32, (16, 8)), A @ B.T + 1, atol=1e-5)
@@ -169,7 +177,8 @@ def random_matrix(type_name, rows, columns, rng):
     return random_blocks(type_name, rows * columns // quant_type(type_name).block_size, seed), .37 if type_name == 'NVFP4' else 1.0
 
 def check_gemv(type_name, rows, columns, tokens, rng, **options):
-    "One launch against the spec; returns the relative error. AssertionError when it is large, when an answer is missing or when memory behind the answers was touched"
+    """One launch against the spec; returns the relative error. AssertionError when it is large, when an answer is missing or when memory behind the
+    answers was touched"""
     blocks, factor = random_matrix(type_name, rows, columns, rng)
     x = (rng.normal(0, 1, (tokens, columns)) * np.exp(rng.normal(0, 1, (1, columns)))).astype(np.float32)
     matrix = Matrix.from_file(type_name, blocks, rows, columns, factor)
@@ -181,12 +190,14 @@ def check_gemv(type_name, rows, columns, tokens, rng, **options):
     assert np.isnan(got[:, rows:]).all() and np.isnan(everything[stride * tokens:]).all(), f'{type_name}: wrote past the end of a row'
     want = linear_spec(type_name, blocks, rows, columns, x, factor)
     error = np.linalg.norm(got[:, :rows] - want) / np.linalg.norm(want)
-    assert error < (3e-6 if rows > 1 else 3e-5), f'{type_name} {rows} × {columns}, {tokens} tokens {options}: relative error {error:.1e}'       # a single number may be small by chance
+    # a single number may be small by chance
+    assert error < (3e-6 if rows > 1 else 3e-5), f'{type_name} {rows} × {columns}, {tokens} tokens {options}: relative error {error:.1e}'
     return error
 
 # %% ../../nbs/cuda/90_check.ipynb #e9b9d0f8
 TINY_SHAPES = [(5, 256, 2, {}), (3, 1280, 1, dict(rows_each=2, chunk=2))]
-FULL_SHAPES = [(1, 256, 1, {}), (37, 512, 3, {}), (130, 2048, 1, {}), (130, 2048, 8, dict(stage='direct')), (67, 5120, 2, dict(rows_each=2)), (129, 5120, 1, dict(rows_each=4, chunk=2)), (33, 17408, 4, {}), (200, 17408, 1, dict(chunk=8)), (64, 768, 5, dict(block=256))]
+FULL_SHAPES = [(1, 256, 1, {}), (37, 512, 3, {}), (130, 2048, 1, {}), (130, 2048, 8, dict(stage='direct')), (67, 5120, 2, dict(rows_each=2)),
+               (129, 5120, 1, dict(rows_each=4, chunk=2)), (33, 17408, 4, {}), (200, 17408, 1, dict(chunk=8)), (64, 768, 5, dict(block=256))]
 
 def check_linear(rng):
     "All types, all shapes"
@@ -203,7 +214,8 @@ def check_quantize(rng):
     quantize_rows.launch(tokens, 64 if SIMULATED else 256, given.address, out.address, columns)
     got, want = out.read(np.uint8, (tokens, record_bytes(columns))), records_spec(x)
     np.testing.assert_array_equal(got[:, :columns], want[:, :columns])
-    np.testing.assert_allclose(got[:, columns:][:, :columns // 4].copy().view(np.float32), want[:, columns:][:, :columns // 4].copy().view(np.float32), rtol=1e-6)
+    np.testing.assert_allclose(got[:, columns:][:, :columns // 4].copy().view(np.float32), want[:, columns:][:, :columns // 4].copy().view(np.float32),
+                               rtol=1e-6)
     return f'{tokens} rows of {columns}'
 
 # %% ../../nbs/cuda/90_check.ipynb #943924db
@@ -211,15 +223,19 @@ def check_stages(rng):
     "Norm, gate and rounding before the product, and the sum onto what is there; several tokens, rows that do not fill the last group"
     tokens, worst = 2, 0.
     tiny = SIMULATED
-    for type_name, rows, columns, stage in [('Q8_0', 5, 256, 'gated'), ('Q8_0', 3, 288, 'norm'), ('F32', 7, 256, 'norm'), ('Q5_K', 3, 256, 'quantize')] if tiny else \
-            [('Q8_0', 131, 4096, 'gated'), ('Q8_0', 133, 2048, 'norm'), ('F32', 257, 2048, 'norm'), ('Q4_K', 131, 5120, 'norm'), ('Q5_K', 77, 768, 'quantize'), ('Q6_K', 77, 6144, 'gated')]:
+    for type_name, rows, columns, stage in [('Q8_0', 5, 256, 'gated'), ('Q8_0', 3, 288, 'norm'), ('F32', 7, 256, 'norm'),
+                                            ('Q5_K', 3, 256, 'quantize')] if tiny else \
+            [('Q8_0', 131, 4096, 'gated'), ('Q8_0', 133, 2048, 'norm'), ('F32', 257, 2048, 'norm'), ('Q4_K', 131, 5120, 'norm'), ('Q5_K', 77, 768, 'quantize'),
+             ('Q6_K', 77, 6144, 'gated')]:
         blocks, factor = random_matrix(type_name, rows, columns, rng)
         x, z, h = (rng.normal(0, 2, shape).astype(np.float32) for shape in ((tokens, columns), (tokens, columns), (tokens, rows)))
         weight = rng.normal(1, .2, 128 if stage == 'gated' else columns).astype(np.float32)
-        want = dict(quantize=lambda: x, norm=lambda: rms_norm_spec(x, weight, 1e-6), gated=lambda: gated_norm_spec(x.reshape(tokens, -1, 128), z.reshape(tokens, -1, 128), weight, 1e-6).reshape(tokens, columns))[stage]()
+        want = dict(quantize=lambda: x, norm=lambda: rms_norm_spec(x, weight, 1e-6),
+                    gated=lambda: gated_norm_spec(x.reshape(tokens, -1, 128), z.reshape(tokens, -1, 128), weight, 1e-6).reshape(tokens, columns))[stage]()
         want = h + linear_spec(type_name, blocks, rows, columns, want.astype(np.float32), factor)
         matrix, given = Matrix.from_file(type_name, blocks, rows, columns, factor), [Buffer.of(a) for a in (x, z, weight, h)]
-        gemv(matrix, given[0].address, given[3].address, tokens=tokens, dependent=False, stage=stage, weight=given[2].address, gate=given[1].address, add=True, rows_each=2)
+        gemv(matrix, given[0].address, given[3].address, tokens=tokens, dependent=False, stage=stage, weight=given[2].address, gate=given[1].address,
+             add=True, rows_each=2)
         error = np.linalg.norm(given[3].read(np.float32, h.shape) - want) / np.linalg.norm(want - h)
         worst = max(worst, error)
         # a value that lies next to the middle of two integers may be rounded to either, as its last bit falls; one in 127 of one weight in a thousand
@@ -230,9 +246,14 @@ def check_stages(rng):
 def check_fused(rng):
     "`fat_gemv` with every stage against the specs, poisoned answers, memory behind them untouched"
     worst = 0.
-    cases = [('Q8_0', 5, 256, 2, 'norm', {}), ('Q4_K', 7, 512, 1, 'gated', dict(add=True)), ('Q6_K', 3, 256, 1, 'quantize', dict(buffers=2, blocks=1, block=32)), ('Q8_0', 3, 256, 2, 'heads', {})] if SIMULATED else [
-        ('Q8_0', 12353, 2048, 1, 'norm', {}), ('Q8_0', 2047, 4096, 1, 'gated', dict(add=True)), ('Q4_K', 1301, 5120, 1, 'norm', dict(blocks=7)), ('Q4_K', 5119, 6144, 1, 'gated', dict(add=True)), ('Q6_K', 301, 5120, 3, 'norm', dict(rows_each=2, chunk=2)),
-        ('Q5_K', 77, 768, 8, 'quantize', dict(add=True)), ('Q8_0', 515, 2048, 8, 'norm', dict(block=256)), ('NVFP4', 515, 1024, 2, 'copy', {}), ('Q4_0', 131, 17408, 1, 'quantize', {}), ('Q8_0', 37, 4096, 4, 'gated', dict(rows_each=2)), ('Q8_0', 2047, 4096, 1, 'heads', dict(add=True)), ('Q4_K', 77, 6144, 3, 'heads', {}), ('Q4_K', 5119, 5120, 1, 'norm', dict(blocks=33, buffers=2, chunk=8, block=256)), ('Q8_0', 12353, 2048, 1, 'norm', dict(rows_each=1, buffers=2, block=256))]
+    cases = [('Q8_0', 5, 256, 2, 'norm', {}), ('Q4_K', 7, 512, 1, 'gated', dict(add=True)),
+             ('Q6_K', 3, 256, 1, 'quantize', dict(buffers=2, blocks=1, block=32)), ('Q8_0', 3, 256, 2, 'heads', {})] if SIMULATED else [
+        ('Q8_0', 12353, 2048, 1, 'norm', {}), ('Q8_0', 2047, 4096, 1, 'gated', dict(add=True)), ('Q4_K', 1301, 5120, 1, 'norm', dict(blocks=7)),
+        ('Q4_K', 5119, 6144, 1, 'gated', dict(add=True)), ('Q6_K', 301, 5120, 3, 'norm', dict(rows_each=2, chunk=2)),
+        ('Q5_K', 77, 768, 8, 'quantize', dict(add=True)), ('Q8_0', 515, 2048, 8, 'norm', dict(block=256)), ('NVFP4', 515, 1024, 2, 'copy', {}),
+        ('Q4_0', 131, 17408, 1, 'quantize', {}), ('Q8_0', 37, 4096, 4, 'gated', dict(rows_each=2)), ('Q8_0', 2047, 4096, 1, 'heads', dict(add=True)),
+        ('Q4_K', 77, 6144, 3, 'heads', {}), ('Q4_K', 5119, 5120, 1, 'norm', dict(blocks=33, buffers=2, chunk=8, block=256)),
+        ('Q8_0', 12353, 2048, 1, 'norm', dict(rows_each=1, buffers=2, block=256))]
     for type_name, rows, columns, tokens, stage, options in cases:
         blocks, factor = random_matrix(type_name, rows, columns, rng)
         x, z = ((rng.normal(0, 2, (tokens, columns)) * np.exp(rng.normal(0, .5, (1, columns)))).astype(np.float32) for _ in range(2))
@@ -240,19 +261,24 @@ def check_fused(rng):
         squares = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-6)
         sums = (rng.normal(0, 2, x.shape) ** 2).reshape(tokens, -1, 32).sum(2).astype(np.float32)
         of_heads = np.repeat(1 / np.sqrt(sums.reshape(tokens, -1, 4).sum(2).astype(np.float64) / 128 + 1e-6), 128, axis=1) if columns % 128 == 0 else None
-        inner, outer = dict(heads=lambda: (x, 1), quantize=lambda: (x, 1), copy=lambda: (x, 1), norm=lambda: (x * weight, squares), gated=lambda: (gated_norm_spec(x.reshape(tokens, -1, 128), z.reshape(tokens, -1, 128), weight, 1e-6).reshape(tokens, columns), 1))[stage]()
+        inner, outer = dict(heads=lambda: (x, 1), quantize=lambda: (x, 1), copy=lambda: (x, 1), norm=lambda: (x * weight, squares),
+                            gated=lambda: (gated_norm_spec(x.reshape(tokens, -1, 128), z.reshape(tokens, -1, 128), weight, 1e-6).reshape(tokens, columns),
+                                           1))[stage]()
         product = linear_spec(type_name, blocks, rows, columns, inner.astype(np.float32), factor, of_heads if stage == 'heads' else 1) * outer
         add = options.get('add', False)
         y = np.full(tokens * (rows + 3) + 64, np.nan, np.float32)
         if add: y[:tokens * (rows + 3)].reshape(tokens, rows + 3)[:, :rows] = h
-        matrix, given = Matrix.from_file(type_name, blocks, rows, columns, factor), [Buffer.of(a) for a in (records_spec(x) if stage in ('copy', 'heads') else x, sums if stage == 'heads' else z, weight, y)]
-        fat_gemv(matrix, given[0].address, given[3].address, rows + 3, tokens, stage, given[2].address, given[1].address, dependent=False, ahead=(matrix.buffer.address, matrix.nbytes // 16 * 16), **options)
+        matrix, given = (Matrix.from_file(type_name, blocks, rows, columns, factor),
+                         [Buffer.of(a) for a in (records_spec(x) if stage in ('copy', 'heads') else x, sums if stage == 'heads' else z, weight, y)])
+        fat_gemv(matrix, given[0].address, given[3].address, rows + 3, tokens, stage, given[2].address, given[1].address, dependent=False,
+                 ahead=(matrix.buffer.address, matrix.nbytes // 16 * 16), **options)
         everything = given[3].read(np.float32, len(y))
         got = everything[:tokens * (rows + 3)].reshape(tokens, rows + 3)
         assert np.isnan(got[:, rows:]).all() and np.isnan(everything[tokens * (rows + 3):]).all(), 'wrote past the end of a row'
         error = np.linalg.norm(got[:, :rows] - product - (h if add else 0)) / np.linalg.norm(product)
         worst = max(worst, error)
-        assert error < 1e-3, f'{type_name} {rows} × {columns}, {tokens} tokens, {stage} {options}: relative error {error:.1e}'       # a value next to the middle of two integers may go to either
+        # a value next to the middle of two integers may go to either
+        assert error < 1e-3, f'{type_name} {rows} × {columns}, {tokens} tokens, {stage} {options}: relative error {error:.1e}'
     return f'{len(cases)} cases: largest relative error {worst:.1e}'
 
 # %% ../../nbs/cuda/90_check.ipynb #dense002
@@ -260,7 +286,8 @@ def check_beside(rng):
     "Rows of a second matrix in the same launch, fewer and more than there are warps left over"
     worst = 0.
     for name, rows, other, rows_b, columns, options in [('Q8_0', 9, 'Q4_K', 2, 1024, dict(blocks=1, block=32))] if SIMULATED else \
-            [('Q4_K', 16384, 'Q8_0', 96, 5120, {}), ('Q4_K', 13312, 'Q6_K', 1024, 5120, {}), ('Q5_K', 523, 'NVFP4', 61, 5120, {}), ('Q8_0', 9217, 'Q4_K', 1000, 2048, {}), ('Q6_K', 4097, 'Q5_K', 512, 6144, {})]:
+            [('Q4_K', 16384, 'Q8_0', 96, 5120, {}), ('Q4_K', 13312, 'Q6_K', 1024, 5120, {}), ('Q5_K', 523, 'NVFP4', 61, 5120, {}),
+             ('Q8_0', 9217, 'Q4_K', 1000, 2048, {}), ('Q6_K', 4097, 'Q5_K', 512, 6144, {})]:
         (blocks, factor), (blocks_b, factor_b) = (random_matrix(n, r, columns, rng) for n, r in ((name, rows), (other, rows_b)))
         x, weight = rng.normal(0, 2, (1, columns)).astype(np.float32), rng.normal(1, .2, columns).astype(np.float32)
         first, second = Matrix.from_file(name, blocks, rows, columns, factor), Matrix.from_file(other, blocks_b, rows_b, columns, factor_b)
@@ -268,18 +295,22 @@ def check_beside(rng):
         given, y = [Buffer.of(a) for a in (x, weight)], Buffer(4 * (rows + rows_b + 64), fill=0xff)
         fat_gemv(first, given[0].address, y.address, weight=given[1].address, beside=(second, y.address + 4 * rows), dependent=False, **options)
         got, scale = y.read(np.float32, rows + rows_b + 64), 1 / np.sqrt((x.astype(np.float64) ** 2).mean() + 1e-6)
-        want = np.concatenate([linear_spec(n, b, r, columns, x * weight, f)[0] * scale for n, b, r, f in ((name, blocks, rows, factor), (other, blocks_b, rows_b, factor_b))])
+        want = np.concatenate([linear_spec(n, b, r, columns, x * weight, f)[0] * scale
+                               for n, b, r, f in ((name, blocks, rows, factor), (other, blocks_b, rows_b, factor_b))])
         assert np.isnan(got[rows + rows_b:]).all(), 'wrote past the end'
-        for part in (slice(0, rows), slice(rows, rows + rows_b)): worst = max(worst, np.linalg.norm(got[:len(want)][part] - want[part]) / np.linalg.norm(want[part]))
+        for part in (slice(0, rows), slice(rows, rows + rows_b)):
+            worst = max(worst, np.linalg.norm(got[:len(want)][part] - want[part]) / np.linalg.norm(want[part]))
         assert worst < 1e-3, f'{name} and {other}: relative error {worst:.1e}'
     return f'relative error {worst:.1e}'
 
 # %% ../../nbs/cuda/90_check.ipynb #6b806e82
 def check_swiglu(rng):
-    "The record of silu(gate · x) · (up · x): each run's scale, each byte within one of the nearest, nothing behind; what is left over; and the matrix that reads both"
+    """The record of silu(gate · x) · (up · x): each run's scale, each byte within one of the nearest, nothing behind; what is left over; and the
+    matrix that reads both"""
     worst = 0.
     for name, width, columns, options in [('Q8_0', 32, 1024, dict(blocks=1)), ('Q4_K', 32, 1024, dict(blocks=2))] if SIMULATED else \
-            [('Q4_K', 17408, 5120, {}), ('Q8_0', 4256, 2048, {}), ('Q6_K', 4224, 1024, {}), ('Q5_K', 9728, 4096, dict(blocks=37)), ('Q4_0', 25600, 5120, {}), ('Q4_K', 8416, 2048, {})]:
+            [('Q4_K', 17408, 5120, {}), ('Q8_0', 4256, 2048, {}), ('Q6_K', 4224, 1024, {}), ('Q5_K', 9728, 4096, dict(blocks=37)), ('Q4_0', 25600, 5120, {}),
+             ('Q4_K', 8416, 2048, {})]:
         blocks, _ = random_matrix(name, 2 * width, columns, rng)
         matrix, weight = Matrix.from_file(name, blocks, 2 * width, columns), rng.normal(1, .2, columns).astype(np.float32)
         norm, left, rest = Buffer.of(weight), Buffer(8 * width, fill=0xff), swiglu_rest(width, options.get('blocks', SWIGLU_BLOCKS))
@@ -302,7 +333,9 @@ def check_swiglu(rng):
         if width % 256 == 0: below, (down, _) = 'Q6_K', random_matrix('Q6_K', rows, width, rng)
         else: below, (down, _) = 'Q8_0', random_matrix('Q8_0', rows, width, rng)
         reader = Matrix.from_file(below, down, rows, width)
-        if record_bytes(width) <= 46080: fat_gemv(reader, record.address, y.address, stage=stage, gate=left.address, add=True, dependent=False, **(dict(block=64, blocks=1) if SIMULATED else {}))
+        if record_bytes(width) <= 46080:
+            fat_gemv(reader, record.address, y.address, stage=stage, gate=left.address, add=True, dependent=False,
+                     **(dict(block=64, blocks=1) if SIMULATED else {}))
         else: continue
         answer = linear_spec(below, down, rows, width, values[None])[0]
         error = np.linalg.norm(y.read(np.float32, rows) - answer) / np.linalg.norm(answer)
@@ -314,7 +347,9 @@ def check_swiglu(rng):
 def check_rows(rng):
     "`round_rows` byte for byte, `rows_product` against the spec, poisoned answers, memory behind them untouched"
     worst, cases = 0., [('Q8_0', 21, 256, 5, {}), ('Q5_K', 7, 256, 9, dict(tiles=1))] if SIMULATED else \
-        [(name, *shape, options) for name in PACKERS if kind_of(name).rounded for *shape, options in ((37, 512, 8, {}), (531, 2048, 32, dict(tiles=2)), (130, 5120, 11, dict(tiles=1, warps=8)), (64, 17408, 40, {}), (5, 1280, 1, {}))]
+        [(name, *shape, options) for name in PACKERS if kind_of(name).rounded
+         for *shape, options in ((37, 512, 8, {}), (531, 2048, 32, dict(tiles=2)), (130, 5120, 11, dict(tiles=1, warps=8)), (64, 17408, 40, {}),
+                                 (5, 1280, 1, {}))]
     for name, rows, columns, tokens, options in cases:
         blocks, factor = random_matrix(name, rows, columns, rng)
         x = (rng.normal(0, 1, (tokens, columns)) * np.exp(rng.normal(0, 1, (1, columns)))).astype(np.float32)
@@ -322,7 +357,8 @@ def check_rows(rng):
         round_rows('quantize', columns, given.address, records.address, tokens, dependent=False)
         got, want = records.read(np.uint8, (tokens, record_bytes(columns))), tiled_records_spec(x)
         np.testing.assert_array_equal(got[:, :columns], want[:, :columns])
-        np.testing.assert_allclose(got[:, columns:columns * 5 // 4].copy().view(np.float32), want[:, columns:columns * 5 // 4].copy().view(np.float32), rtol=1e-6)
+        np.testing.assert_allclose(got[:, columns:columns * 5 // 4].copy().view(np.float32), want[:, columns:columns * 5 // 4].copy().view(np.float32),
+                                   rtol=1e-6)
         stride, y = rows + 3, Buffer(4 * ((rows + 3) * tokens + 64), fill=0xff)
         rows_product(matrix, records.address, y.address, tokens, stride, **options)
         everything = y.read(np.float32, y.nbytes // 4)
@@ -335,7 +371,8 @@ def check_rows(rng):
 
 # %% ../../nbs/cuda/90_check.ipynb #5fca4d2f
 def without_ties(h, weight):
-    "`h`, moved a little wherever its normed value lies next to the middle of two codes: sums in another order may round such a one to the other side, and what follows is then right as well, and another"
+    """`h`, moved a little wherever its normed value lies next to the middle of two codes: sums in another order may round such a one to the other
+    side, and what follows is then right as well, and another"""
     for _ in range(50):
         x = rms_norm_spec(h, weight, 1e-6).astype(np.float32)
         _, scales, _ = quantize_spec(x)
@@ -347,16 +384,19 @@ def without_ties(h, weight):
 # %% ../../nbs/cuda/90_check.ipynb #a66a4893
 def check_experts(rng):
     "With a shared expert and without one; eight middles of 768 are whole turns of a copy, and were once followed by another"
-    cases = [(1, 1024, 32, 32, 2, True), (1, 1024, 32, 32, 1, False)] if SIMULATED else [(3, 2048, 512, 256, 8, True), (2, 2048, 768, 128, 8, False), (1, 1024, 256, 64, 3, False)]
+    cases = [(1, 1024, 32, 32, 2, True), (1, 1024, 32, 32, 1, False)] if SIMULATED else [(3, 2048, 512, 256, 8, True), (2, 2048, 768, 128, 8, False),
+                                                                                         (1, 1024, 256, 64, 3, False)]
     return '; '.join(_experts(rng, *case) for case in cases)
 
 def _experts(rng, tokens, hidden, width, experts, chosen, has_shared):
-    "Scores to residual stream, by the three kernels, against `moe_spec` and `shared_expert_spec` on the decoded weights with the activations rounded as the kernels round them. Two scores are made equal"
+    """Scores to residual stream, by the three kernels, against `moe_spec` and `shared_expert_spec` on the decoded weights with the activations
+    rounded as the kernels round them. Two scores are made equal"""
     shared = width if has_shared else 0
     up_type, down_type = ('Q4_K', 'Q8_0' if SIMULATED else 'Q5_K')
     rows = 16 if SIMULATED else hidden                                               # of the answer; the simulator does a few
     decode = lambda name, blocks, *shape: quant_type(name).decode(blocks).reshape(shape).astype(np.float64)
-    stack, stack_down = (random_blocks(n, c // quant_type(n).block_size, int(rng.integers(1 << 30)), 2e-4) for n, c in ((up_type, experts * 2 * width * hidden), (down_type, experts * hidden * width)))
+    stack, stack_down = (random_blocks(n, c // quant_type(n).block_size, int(rng.integers(1 << 30)), 2e-4)
+                         for n, c in ((up_type, experts * 2 * width * hidden), (down_type, experts * hidden * width)))
     shared_up, shared_down = (random_blocks('Q8_0', c // 32, int(rng.integers(1 << 30)), 5e-4) for c in (2 * width * hidden, hidden * width))
     router = rng.normal(0, hidden ** -.5, (experts + 1, hidden)).astype(np.float32)
     router[3] = router[1]
@@ -365,17 +405,25 @@ def _experts(rng, tokens, hidden, width, experts, chosen, has_shared):
     x = rms_norm_spec(h, weight, 1e-6).astype(np.float32)
     rounded = lambda v: (lambda q, d, _: q * np.repeat(d.astype(np.float64), 32, axis=1))(*quantize_spec(v.astype(np.float32)))
     ids, weights = route_spec(x @ router[:experts].T, chosen)
-    W, D, Ws, Ds, want = decode(up_type, stack, experts, 2, width, hidden), decode(down_type, stack_down, experts, hidden, width), decode('Q8_0', shared_up, 2, width, hidden), decode('Q8_0', shared_down, hidden, width), h.astype(np.float64)
+    W, D, Ws, Ds, want = (decode(up_type, stack, experts, 2, width, hidden), decode(down_type, stack_down, experts, hidden, width),
+                          decode('Q8_0', shared_up, 2, width, hidden), decode('Q8_0', shared_down, hidden, width), h.astype(np.float64))
     swiglu, xr = (lambda pair, v: (pair[0] @ v / (1 + np.exp(-(pair[0] @ v)))) * (pair[1] @ v)), rounded(x)
     experts_of = [[*W[i], Ws] for i in ids]                                          # of each token: the chosen stacks, then the shared one
     middles = np.array([[swiglu(pair, xr[t]) for pair in experts_of[t]] for t in range(tokens)])
-    matrices = [Matrix.from_file(*m) for m in ((up_type, stack, experts * 2 * width, hidden), ('Q8_0', shared_up, 2 * width, hidden), (down_type, stack_down, experts * hidden, width), ('Q8_0', shared_down, hidden, width), ('F32', router.view(np.uint8), experts + 1, hidden))]
+    matrices = [Matrix.from_file(*m) for m in ((up_type, stack, experts * 2 * width, hidden), ('Q8_0', shared_up, 2 * width, hidden),
+                                               (down_type, stack_down, experts * hidden, width), ('Q8_0', shared_down, hidden, width),
+                                               ('F32', router.view(np.uint8), experts + 1, hidden))]
     stream, norm = Buffer.of(h), Buffer.of(weight)
     scores, chosen_ids, shares = (Buffer(4 * tokens * n, fill=0xff) for n in (experts + 1, chosen, chosen))
     middle, group = Buffer(tokens * (chosen + 1) * record_bytes(width), fill=0xff), tokens
-    router_kernel(hidden, experts, group).launch(router_blocks(experts, tokens, group), 512, matrices[4].addresses[0], norm.address, stream.address, scores.address)
-    experts_up_kernel(up_type, 'Q8_0', hidden, width, experts, chosen, shared).launch(up_blocks(width, chosen, shared, tokens), 512, *matrices[0].addresses, *matrices[1].addresses, norm.address, stream.address, scores.address, middle.address, dependent=True)
-    experts_down_kernel(down_type, 'Q8_0', hidden, width, experts, chosen, shared).launch(rows // DOWN_WARPS * tokens, 32 * DOWN_WARPS, *matrices[2].addresses, *matrices[3].addresses, middle.address, scores.address, stream.address, chosen_ids.address, shares.address, dependent=True)
+    router_kernel(hidden, experts, group).launch(router_blocks(experts, tokens, group), 512, matrices[4].addresses[0], norm.address, stream.address,
+                                                 scores.address)
+    experts_up_kernel(up_type, 'Q8_0', hidden, width, experts, chosen, shared).launch(up_blocks(width, chosen, shared, tokens), 512, *matrices[0].addresses,
+                                                                                      *matrices[1].addresses, norm.address, stream.address, scores.address,
+                                                                                      middle.address, dependent=True)
+    experts_down_kernel(down_type, 'Q8_0', hidden, width, experts, chosen,
+                        shared).launch(rows // DOWN_WARPS * tokens, 32 * DOWN_WARPS, *matrices[2].addresses, *matrices[3].addresses, middle.address,
+                                       scores.address, stream.address, chosen_ids.address, shares.address, dependent=True)
     np.testing.assert_allclose(scores.read(np.float32, (tokens, experts + 1)), x @ router.T, atol=2e-5)
     np.testing.assert_array_equal(chosen_ids.read(np.int32, (tokens, chosen)), ids)
     np.testing.assert_allclose(shares.read(np.float32, (tokens, chosen)), weights, rtol=1e-5)
@@ -388,9 +436,11 @@ def _experts(rng, tokens, hidden, width, experts, chosen, has_shared):
         raw, codes, runs, middles = raw[:, :chosen], codes[:, :chosen], runs[:, :chosen], middles[:, :chosen]
     np.testing.assert_allclose(runs[..., 1], runs[..., 0] * codes.reshape(*runs.shape[:3], 32).sum(-1, dtype=np.int32), rtol=1e-5, atol=1e-12)
     seen = codes * np.repeat(runs[..., 0].astype(np.float64), 32, axis=-1)
-    np.testing.assert_array_less(np.abs(seen - middles), .501 * np.repeat(runs[..., 0].astype(np.float64), 32, axis=-1) + 1e-5 * np.abs(middles).max())   # half a step of its run: the nearest code
+    # half a step of its run: the nearest code
+    np.testing.assert_array_less(np.abs(seen - middles), .501 * np.repeat(runs[..., 0].astype(np.float64), 32, axis=-1) + 1e-5 * np.abs(middles).max())
     error_up = np.linalg.norm(seen - middles) / np.linalg.norm(middles)
-    for t in range(tokens):                                                          # from the middles that the kernel made, so that a value rounded to the other side does not count twice
+    # from the middles that the kernel made, so that a value rounded to the other side does not count twice
+    for t in range(tokens):
         y = seen[t]
         for e, w, v in zip(ids[t], weights[t], y): want[t] += w * (D[e] @ v)
         if has_shared: want[t] += 1 / (1 + np.exp(-x[t] @ router[experts])) * (Ds @ y[-1])
@@ -402,11 +452,13 @@ def _experts(rng, tokens, hidden, width, experts, chosen, has_shared):
 
 # %% ../../nbs/cuda/90_check.ipynb #75e1bc3d
 def _experts_for_many(rng, by_pairs):
-    "Scores to residual stream for many tokens: the jobs against `jobs_spec`, the sum against the decoded weights with activations rounded as the kernels round them"
+    """Scores to residual stream for many tokens: the jobs against `jobs_spec`, the sum against the decoded weights with activations rounded as the
+    kernels round them"""
     tokens, hidden, width, experts, chosen = ((2, 1024, 128, 32, 2) if by_pairs else (3, 256, 128, 32, 2)) if SIMULATED else (27, 2048, 512, 256, 8)
     up_type, down_type, most = 'Q4_K', 'Q8_0' if SIMULATED else 'Q5_K', pairs_at_once(hidden) if by_pairs else 8
     decode = lambda name, blocks, *shape: quant_type(name).decode(blocks).reshape(shape).astype(np.float64)
-    stack, stack_down = (random_blocks(n, c // quant_type(n).block_size, int(rng.integers(1 << 30)), 2e-4) for n, c in ((up_type, experts * 2 * width * hidden), (down_type, experts * hidden * width)))
+    stack, stack_down = (random_blocks(n, c // quant_type(n).block_size, int(rng.integers(1 << 30)), 2e-4)
+                         for n, c in ((up_type, experts * 2 * width * hidden), (down_type, experts * hidden * width)))
     x, h, others = (rng.normal(0, 1, (tokens, hidden)).astype(np.float32) for _ in range(3))
     scores = rng.normal(0, 1, (tokens, experts + 1)).astype(np.float32)
     scores[tokens // 2:] = scores[-1]
@@ -424,10 +476,13 @@ def _experts_for_many(rng, by_pairs):
         pairs_up(up_type, hidden, width, chosen, tokens * chosen, *W.addresses, records.address, jobs.address, middles.address)
         pairs_down(down_type, hidden, width, tokens * chosen, *D.addresses, middles.address, jobs.address, parts.address)
     else:
-        jobs_up_kernel(up_type, hidden, width, chosen).launch(7 if SIMULATED else 132 * 6, 128, *W.addresses, records.address, jobs.address, middles.address, dependent=True)
+        jobs_up_kernel(up_type, hidden, width, chosen).launch(7 if SIMULATED else 132 * 6, 128, *W.addresses, records.address, jobs.address, middles.address,
+                                                              dependent=True)
         round_rows('quantize', width, middles.address, records_down.address, tokens * chosen)
-        jobs_down_kernel(down_type, hidden, width).launch(2 if SIMULATED else 132 * 5, 128, *D.addresses, records_down.address, jobs.address, parts.address, dependent=True)
-    add_parts_kernel(hidden, experts, chosen, 1).launch(tokens * -(-hidden // 256), 256, parts.address, given[2].address, got_weights.address, given[3].address, given[1].address, dependent=True)
+        jobs_down_kernel(down_type, hidden, width).launch(2 if SIMULATED else 132 * 5, 128, *D.addresses, records_down.address, jobs.address, parts.address,
+                                                          dependent=True)
+    add_parts_kernel(hidden, experts, chosen, 1).launch(tokens * -(-hidden // 256), 256, parts.address, given[2].address, got_weights.address, given[3].address,
+                                                        given[1].address, dependent=True)
     np.testing.assert_array_equal(got_ids.read(np.int32, ids.shape), ids)
     np.testing.assert_allclose(got_weights.read(np.float32, ids.shape), weights, rtol=1e-5)
     got, want = jobs.read(np.int32, (tokens * chosen, JOB_WORDS)), jobs_spec(ids, experts, most)
@@ -435,7 +490,8 @@ def _experts_for_many(rng, by_pairs):
     for g, w in zip(got, want):
         if w[0] >= 0: np.testing.assert_array_equal(np.r_[g[:2], g[8:8 + g[1]]], np.r_[w[:2], w[8:8 + w[1]]])
     rounded = lambda v: (lambda q, d, _: q * np.repeat(d.astype(np.float64), 32, axis=1))(*quantize_spec(v.astype(np.float32)))
-    up_of, down_of, xr, seen = decode(up_type, stack, experts, 2, width, hidden), decode(down_type, stack_down, experts, hidden, width), rounded(x), middles.read(np.float32, (tokens, chosen, width))
+    up_of, down_of, xr, seen = (decode(up_type, stack, experts, 2, width, hidden), decode(down_type, stack_down, experts, hidden, width), rounded(x),
+                                middles.read(np.float32, (tokens, chosen, width)))
     error_up, total = 0., h + others / (1 + np.exp(-scores[:, experts:].astype(np.float64)))
     for t in range(tokens):
         for c, e in enumerate(ids[t]):
@@ -462,7 +518,8 @@ def check_delta(rng):
     channels, worst = 2 * Hk * dk + Hv * dv, 0.
     for tiled in (True, False):
         slots = np.array([2, 0][:sequences], np.int32)
-        conv, decay, dt = rng.normal(0, .5, (channels, taps)).astype(np.float32), -np.exp(rng.uniform(-4, 0, Hv)).astype(np.float32), rng.normal(-1, 1, Hv).astype(np.float32)
+        conv, decay, dt = (rng.normal(0, .5, (channels, taps)).astype(np.float32), -np.exp(rng.uniform(-4, 0, Hv)).astype(np.float32),
+                           rng.normal(-1, 1, Hv).astype(np.float32))
         x, weight = rng.normal(0, 1, (sequences, steps, channels + 2 * Hv + Hv * dv)).astype(np.float32), rng.normal(1, .2, dv).astype(np.float32)
         noted, norm, squares = tiled, Buffer.of(weight), Buffer(4 * sequences * Hv * dv // 32, fill=0xff)                # in one of the two cases, records
         ring, state = np.full((3, taps, channels), np.nan, np.float32), np.full((3, Hv, dk, dv), np.nan, np.float32)
@@ -473,16 +530,19 @@ def check_delta(rng):
             y, _ = causal_conv_spec(x[s, :, :channels], conv)
             q, k, v = y[:, :Hk * dk].reshape(steps, Hk, dk), y[:, Hk * dk:2 * Hk * dk].reshape(steps, Hk, dk), y[:, 2 * Hk * dk:].reshape(steps, Hv, dv)
             g, beta = delta_gates_spec(x[s, :, channels:channels + Hv], x[s, :, channels + Hv:channels + 2 * Hv], decay, dt)
-            want.append(gated_delta_spec(l2_norm_spec(q) * np.float32(dk ** -.5), l2_norm_spec(k), v, g, beta, np.zeros((Hv, dk, dv), np.float32), key_head_table(Hk, Hv, tiled)))
+            want.append(gated_delta_spec(l2_norm_spec(q) * np.float32(dk ** -.5), l2_norm_spec(k), v, g, beta, np.zeros((Hv, dk, dv), np.float32),
+                                         key_head_table(Hk, Hv, tiled)))
         for t in range(steps):
             given, positions = Buffer.of(x[:, t]), Buffer.of(np.full(sequences, t, np.int32))
-            kernel.launch(sequences * Hv * dv // 32, 2 * dk, given.address, *(b.address for b in buffers), positions.address, out.address, norm.address, squares.address, x.shape[2], channels, channels + Hv, channels + 2 * Hv)
+            kernel.launch(sequences * Hv * dv // 32, 2 * dk, given.address, *(b.address for b in buffers), positions.address, out.address, norm.address,
+                          squares.address, x.shape[2], channels, channels + Hv, channels + 2 * Hv)
             for s in range(sequences):
                 answer = want[s][0][t]
                 if not noted: error = np.linalg.norm(out.read(np.float32, (sequences, Hv, dv))[s] - answer) / np.linalg.norm(answer)
                 else:
                     z = x[s, t, channels + 2 * Hv:].reshape(Hv, dv).astype(np.float64)
-                    record, expected = out.read(np.uint8, (sequences, record_bytes(Hv * dv)))[s], records_spec((answer * weight * z / (1 + np.exp(-z))).astype(np.float32).reshape(1, -1))[0]
+                    record, expected = (out.read(np.uint8, (sequences, record_bytes(Hv * dv)))[s],
+                                        records_spec((answer * weight * z / (1 + np.exp(-z))).astype(np.float32).reshape(1, -1))[0])
                     parts = [r[Hv * dv:Hv * dv * 5 // 4].copy().view(np.float32) for r in (record, expected)]
                     assert np.abs(record[:Hv * dv].view(np.int8).astype(int) - expected[:Hv * dv].view(np.int8)).max() <= 1, 'a byte is off by more than one'
                     np.testing.assert_allclose(parts[0][::2], parts[1][::2], rtol=1e-4, atol=1e-5 * parts[1][::2].max())
@@ -497,29 +557,37 @@ def check_delta(rng):
 
 # %% ../../nbs/cuda/90_check.ipynb #9bb5e149
 def check_attention(rng):
-    "Sequences of several lengths in scattered pages, among them one of a single token and one that begins a page; keys and values in halves, as the pages hold them. The new token's key and value must be where the table says, all else untouched"
-    cases = [(2, 1, 64, 16, 2, True, [37]), (2, 1, 128, 16, 2, True, [20])] if SIMULATED else [(16, 2, 256, 64, 64, True, [0, 32, 1000, 4095]), (24, 4, 256, 64, 32, True, [129, 5]), (8, 8, 64, 64, 16, False, [63, 700]), (32, 8, 128, 128, 16, False, [250, 15, 16]), (16, 2, 256, 64, 8, True, [20000])]
+    """Sequences of several lengths in scattered pages, among them one of a single token and one that begins a page; keys and values in halves, as the
+    pages hold them. The new token's key and value must be where the table says, all else untouched"""
+    cases = ([(2, 1, 64, 16, 2, True, [37]), (2, 1, 128, 16, 2, True, [20])] if SIMULATED
+             else [(16, 2, 256, 64, 64, True, [0, 32, 1000, 4095]), (24, 4, 256, 64, 32, True, [129, 5]), (8, 8, 64, 64, 16, False, [63, 700]),
+                   (32, 8, 128, 128, 16, False, [250, 15, 16]), (16, 2, 256, 64, 8, True, [20000])])
     worst = 0.
     for (heads, kv_heads, d, rope, splits, gated, lengths), kv in [(case, kv) for kv in ('f16', 'int8') for case in cases if kv == 'f16' or case[2] % 128 == 0]:
         width, sequences, shares = d * (2 if gated else 1), len(lengths), heads // kv_heads
         pages_each = max(lengths) // PAGE + 1
         x = rng.normal(0, 1, (sequences, heads * width + 2 * kv_heads * d)).astype(np.float32)
         weights = rng.normal(1, .2, (2, d)).astype(np.float32) if gated else None
-        table, order = rng.permutation(sequences * pages_each + 3)[:sequences * pages_each].reshape(sequences, pages_each).astype(np.int32), np.arange(sequences, dtype=np.int32)[::-1]
+        table, order = (rng.permutation(sequences * pages_each + 3)[:sequences * pages_each].reshape(sequences, pages_each).astype(np.int32),
+                        np.arange(sequences, dtype=np.int32)[::-1])
         pool = sequences * pages_each + 3, kv_heads, PAGE
-        if kv == 'int8': keys, values, scales = *(rng.integers(-127, 128, (*pool, d), np.int8) for _ in range(2)), rng.uniform(.005, .03, (2, *pool)).astype(np.float32)
+        if kv == 'int8':
+            keys, values, scales = *(rng.integers(-127, 128, (*pool, d), np.int8) for _ in range(2)), rng.uniform(.005, .03, (2, *pool)).astype(np.float32)
         else: keys, values, scales = *(rng.normal(0, 1, (*pool, d)).astype(np.float16) for _ in range(2)), np.zeros((2, 1), np.float32)
         for n, position in enumerate(lengths):                                           # nobody has written behind the newest position yet
             place = table[n, position // PAGE], slice(None), slice(position % PAGE, None)
             if kv == 'int8': scales[(slice(None), *place)] = np.nan
             else: keys[place], values[place] = np.nan, np.nan
         angles = rope_table(max(lengths) + 1, rope, 1e6)
-        buffers = [Buffer.of(a) for a in (x, weights[0] if gated else np.zeros(d, np.float32), weights[1] if gated else np.zeros(d, np.float32), angles, keys, values, scales[0], scales[1], order, table[order], np.array(lengths, np.int32))]
+        buffers = [Buffer.of(a) for a in (x, weights[0] if gated else np.zeros(d, np.float32), weights[1] if gated else np.zeros(d, np.float32), angles, keys,
+                                          values, scales[0], scales[1], order, table[order], np.array(lengths, np.int32))]
         addresses = [b.address if (gated or i not in (1, 2)) and (kv == 'int8' or i not in (6, 7)) else 0 for i, b in enumerate(buffers)]
         pairs = sequences * kv_heads * splits
         tops, sums, partial, out = (Buffer(4 * n, fill=0xff) for n in (pairs * 8, pairs * 8, pairs * 8 * d, sequences * heads * d))
-        attend_kernel(heads, kv_heads, d, rope, splits, gated, gated, kv=kv).launch(pairs, 256, *addresses, tops.address, sums.address, partial.address, 0, 0, x.shape[1], pages_each)
-        combine_kernel(heads, kv_heads, d, splits, gated, kv).launch(sequences * kv_heads * d // 8, 256, tops.address, sums.address, partial.address, buffers[0].address, addresses[10], out.address, x.shape[1], dependent=True)
+        attend_kernel(heads, kv_heads, d, rope, splits, gated, gated, kv=kv).launch(pairs, 256, *addresses, tops.address, sums.address, partial.address, 0, 0,
+                                                                                    x.shape[1], pages_each)
+        combine_kernel(heads, kv_heads, d, splits, gated, kv).launch(sequences * kv_heads * d // 8, 256, tops.address, sums.address, partial.address,
+                                                                     buffers[0].address, addresses[10], out.address, x.shape[1], dependent=True)
         got, after = out.read(np.float32, (sequences, heads, d)), [buffers[i].read(keys.dtype, keys.shape) for i in (4, 5)]
         found = [buffers[i].read(np.float32, scales[0].shape) for i in (6, 7)]
         def turned(v, weight, position):
@@ -547,37 +615,45 @@ def check_attention(rng):
                 want = p / p.sum() @ V[h // shares]
                 if gated: want = want / (1 + np.exp(-q[h, 1].astype(np.float64)))
                 worst = max(worst, np.linalg.norm(got[n, h] - want) / np.linalg.norm(want))
-        assert all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in zip([*after, *(found if kv == 'int8' else ())], (keys, values, *scales))), 'a page that is not this token\'s was written'
+        assert all(np.array_equal(a.view(np.uint8), b.view(np.uint8))
+                   for a, b in zip([*after, *(found if kv == 'int8' else ())], (keys, values, *scales))), 'a page that is not this token\'s was written'
     assert worst < 1e-3, f'relative error {worst:.1e}'                               # weights are halves
     return f'{len(cases)} shapes of heads: relative error {worst:.1e}'
 
 # %% ../../nbs/cuda/90_check.ipynb #f0e2f68c
 def check_runs(rng):
-    "`conv_rows`, `delta_rows` against the specs, twice in a row from an empty state; `store_keys` and `attend` of rows of the same sequence against attention over all keys so far"
+    """`conv_rows`, `delta_rows` against the specs, twice in a row from an empty state; `store_keys` and `attend` of rows of the same sequence against
+    attention over all keys so far"""
     Hk, Hv, dk, dv, taps, counts = (1, 2, 32, 32, 4, [[2, 1], [3]]) if SIMULATED else (16, 32, 128, 128, 4, [[7, 1, 2], [2, 9, 32]])
     channels, worst = 2 * Hk * dk + Hv * dv, 0.
     runs = len(counts[0])
     for tiled in (True, False):
         slots, length = np.array([2, 0, 3][:runs], np.int32), [0] * runs
-        conv, decay, dt = rng.normal(0, .5, (channels, taps)).astype(np.float32), -np.exp(rng.uniform(-4, 0, Hv)).astype(np.float32), rng.normal(-1, 1, Hv).astype(np.float32)
-        buffers = [Buffer.of(a) for a in (np.ascontiguousarray(conv.T), np.full((4, taps, channels), np.nan, np.float32), decay, dt, np.full((4, Hv, dk, dv), np.nan, np.float32))]
+        conv, decay, dt = (rng.normal(0, .5, (channels, taps)).astype(np.float32), -np.exp(rng.uniform(-4, 0, Hv)).astype(np.float32),
+                           rng.normal(-1, 1, Hv).astype(np.float32))
+        buffers = [Buffer.of(a) for a in (np.ascontiguousarray(conv.T), np.full((4, taps, channels), np.nan, np.float32), decay, dt,
+                                          np.full((4, Hv, dk, dv), np.nan, np.float32))]
         past = [np.zeros((0, channels + 2 * Hv), np.float32)] * runs
         for step in counts:
             step = step[:runs]
             firsts = np.cumsum([0, *step])[:-1]
             x = rng.normal(0, 1, (sum(step), channels + 2 * Hv)).astype(np.float32)
-            given = [Buffer.of(np.asarray(a, t)) for a, t in ((x, np.float32), (slots[:len(step)], np.int32), (firsts, np.int32), (step, np.int32), (length[:len(step)], np.int32))]
+            given = [Buffer.of(np.asarray(a, t)) for a, t in ((x, np.float32), (slots[:len(step)], np.int32), (firsts, np.int32), (step, np.int32),
+                                                              (length[:len(step)], np.int32))]
             y, out = Buffer(4 * len(x) * channels, fill=0xff), Buffer(4 * len(x) * Hv * dv, fill=0xff)
             where = [b.address for b in given[1:]]
-            conv_rows_kernel(channels, taps).launch(len(step) * -(-channels // 256), 256, given[0].address, buffers[0].address, buffers[1].address, *where, y.address, x.shape[1])
-            delta_rows_kernel(Hk, Hv, dk, dv, tiled).launch(len(step) * Hv * dv // 32, 2 * dk, y.address, given[0].address, *(b.address for b in buffers[2:]), *where, out.address, x.shape[1], channels, channels + Hv, dependent=True)
+            conv_rows_kernel(channels, taps).launch(len(step) * -(-channels // 256), 256, given[0].address, buffers[0].address, buffers[1].address, *where,
+                                                    y.address, x.shape[1])
+            delta_rows_kernel(Hk, Hv, dk, dv, tiled).launch(len(step) * Hv * dv // 32, 2 * dk, y.address, given[0].address, *(b.address for b in buffers[2:]),
+                                                            *where, out.address, x.shape[1], channels, channels + Hv, dependent=True)
             got = out.read(np.float32, (len(x), Hv, dv))
             for n, (first, count) in enumerate(zip(firsts, step)):
                 past[n], length[n] = np.concatenate([past[n], x[first:first + count]]), length[n] + count
                 v, _ = causal_conv_spec(past[n][:, :channels], conv)
                 q, k = (l2_norm_spec(v[:, i * Hk * dk:(i + 1) * Hk * dk].reshape(-1, Hk, dk)) for i in range(2))
                 g, beta = delta_gates_spec(past[n][:, channels:channels + Hv], past[n][:, channels + Hv:], decay, dt)
-                want, state = gated_delta_spec(q * np.float32(dk ** -.5), k, v[:, 2 * Hk * dk:].reshape(-1, Hv, dv), g, beta, np.zeros((Hv, dk, dv), np.float32), key_head_table(Hk, Hv, tiled))
+                want, state = gated_delta_spec(q * np.float32(dk ** -.5), k, v[:, 2 * Hk * dk:].reshape(-1, Hv, dv), g, beta,
+                                               np.zeros((Hv, dk, dv), np.float32), key_head_table(Hk, Hv, tiled))
                 worst = max(worst, np.linalg.norm(got[first:first + count] - want[-count:]) / np.linalg.norm(want[-count:]))
                 worst = max(worst, np.linalg.norm(buffers[4].read(np.float32, (4, Hv, dk, dv))[slots[n]] - state) / np.linalg.norm(state))
     assert worst < 1e-5, f'relative error {worst:.1e}'
@@ -590,8 +666,10 @@ def check_runs(rng):
     pairs = rows * kv_heads * splits
     tops, sums, partial, out = (Buffer(4 * n, fill=0xff) for n in (pairs * 8, pairs * 8, pairs * 8 * d, rows * heads * d))
     store_keys_kernel(heads, kv_heads, d, rope, False).launch(rows * kv_heads, 64, X, 0, A, K, V, 0, 0, S, T, P, x.shape[1], 4)
-    attend_kernel(heads, kv_heads, d, rope, splits, False, False, stored=True).launch(pairs, 256, X, 0, 0, A, K, V, 0, 0, S, T, P, tops.address, sums.address, partial.address, 0, 0, x.shape[1], 4, dependent=True)
-    combine_kernel(heads, kv_heads, d, splits, False).launch(rows * kv_heads * d // 8, 256, tops.address, sums.address, partial.address, X, P, out.address, x.shape[1], dependent=True)
+    attend_kernel(heads, kv_heads, d, rope, splits, False, False, stored=True).launch(pairs, 256, X, 0, 0, A, K, V, 0, 0, S, T, P, tops.address, sums.address,
+                                                                                      partial.address, 0, 0, x.shape[1], 4, dependent=True)
+    combine_kernel(heads, kv_heads, d, splits, False).launch(rows * kv_heads * d // 8, 256, tops.address, sums.address, partial.address, X, P, out.address,
+                                                             x.shape[1], dependent=True)
     got = out.read(np.float32, (rows, heads, d))
     keys, values = (buffers[i].read(np.float16, keys.shape)[table[1]].transpose(1, 0, 2, 3).reshape(kv_heads, -1, d).astype(np.float64) for i in (2, 3))
     np.testing.assert_array_equal(values[:, start:start + rows], x[:, (heads + kv_heads) * d:].reshape(rows, kv_heads, d).astype(np.float16).transpose(1, 0, 2))
@@ -616,11 +694,14 @@ def random_mask(rng, vocabulary, kind):
 
 def random_specs(rng, count, vocabulary):
     "Requests of every kind, one after another"
-    kinds = ({}, dict(temperature=1.), dict(temperature=.7, top_k=40), dict(temperature=1.2, top_p=.9), dict(temperature=.8, top_k=64, top_p=.95), dict(temperature=1., min_p=.05), dict(temperature=.6, top_k=20, top_p=.8, min_p=.02), dict(temperature=2.), dict(temperature=1., top_p=.999), dict(top_k=1, temperature=1.))
+    kinds = ({}, dict(temperature=1.), dict(temperature=.7, top_k=40), dict(temperature=1.2, top_p=.9), dict(temperature=.8, top_k=64, top_p=.95),
+             dict(temperature=1., min_p=.05), dict(temperature=.6, top_k=20, top_p=.8, min_p=.02), dict(temperature=2.), dict(temperature=1., top_p=.999),
+             dict(top_k=1, temperature=1.))
     specs = []
     for i in range(count):
         history = rng.integers(0, vocabulary, 200).astype(np.int32)
-        more = dict(repetition_penalty=1.2, presence_penalty=.3, frequency_penalty=.4, history_ids=np.concatenate([history, history[:50]]), prompt_length=100) if i % 3 == 1 else {}
+        more = dict(repetition_penalty=1.2, presence_penalty=.3, frequency_penalty=.4, history_ids=np.concatenate([history, history[:50]]),
+                    prompt_length=100) if i % 3 == 1 else {}
         if i % 4 == 2: more |= dict(bias_ids=rng.choice(vocabulary, 5, False).astype(np.int32), bias_values=np.array([3, -3, -np.inf, 10, 1], np.float32))
         if i % 5 in (1, 4): more |= dict(allowed=random_mask(rng, vocabulary, i))
         specs.append(SampleSpec(**kinds[i % len(kinds)], seed=int(rng.integers(1 << 62)), choice=i % 2, step=int(rng.integers(1000)), **more))
@@ -629,13 +710,15 @@ def random_specs(rng, count, vocabulary):
 # %% ../../nbs/cuda/90_check.ipynb #0a64dee6
 def in_flight_specs(rng, count, vocabulary):
     "[(a request whose history ends in −1, the same with the whole history, what its slot drew last)], some without anything in flight"
-    penalties, out = (dict(presence_penalty=1.5), dict(repetition_penalty=1.3), dict(frequency_penalty=.7, presence_penalty=-.2), dict(repetition_penalty=.8, presence_penalty=.3, frequency_penalty=.4)), []
+    penalties, out = (dict(presence_penalty=1.5), dict(repetition_penalty=1.3), dict(frequency_penalty=.7, presence_penalty=-.2),
+                      dict(repetition_penalty=.8, presence_penalty=.3, frequency_penalty=.4)), []
     for i in range(count):
         prompt, answer, biased = (rng.integers(0, vocabulary, n).astype(np.int32) for n in (i % 7, 0 if i % 5 == 4 else 300 * (i % 3) + i % 4, 3))
         places = [part for part in (prompt, answer, biased) if len(part)] + [rng.integers(0, vocabulary, 5)]
         newest = -2 if i % 11 == 10 else int(rng.choice(places[i // 4 % len(places)]))
         more = dict(bias_ids=biased, bias_values=np.float32([2, -3, -np.inf])) if i % 2 else {}
-        true, known = SampleSpec(**penalties[i % 4], **more, history_ids=np.r_[prompt, answer, max(newest, 0)].astype(np.int32), prompt_length=len(prompt)), i % 6 == 5
+        true, known = (SampleSpec(**penalties[i % 4], **more, history_ids=np.r_[prompt, answer, max(newest, 0)].astype(np.int32), prompt_length=len(prompt)),
+                       i % 6 == 5)
         out.append((true if known else replace(true, history_ids=np.r_[true.history_ids[:-1], np.int32(-1)]), true, newest))
     return out
 
@@ -652,16 +735,19 @@ def check_in_flight(rng):
         given, draws, listed = Buffer.of(logits), Buffer.of(records), Buffer.of(entries)
         penalise_kernel.launch(rows, 256, given.address, draws.address, listed.address, owned.address, lasting.address, vocabulary)
         found.append(given.read(np.float32, logits.shape))
-    for row, spec in enumerate(true): np.testing.assert_array_equal(found[1][row], adjust_logits_spec(logits[row], spec), err_msg=f'the whole history of row {row}')
+    for row, spec in enumerate(true):
+        np.testing.assert_array_equal(found[1][row], adjust_logits_spec(logits[row], spec), err_msg=f'the whole history of row {row}')
     np.testing.assert_array_equal(found[0].view(np.uint32), found[1].view(np.uint32), err_msg='a token in flight')
     assert sum(len(spec.history_ids) and spec.history_ids[-1] < 0 for spec in told) > rows // 2
     return rows
 
 # %% ../../nbs/cuda/90_check.ipynb #e69d0e56
 def check_sampling(rng):
-    "Every setting against `sample_spec`, token by token, with equal logits, banned tokens, and rows that cannot be drawn from; twice, since the second draw finds what the first left"
+    """Every setting against `sample_spec`, token by token, with equal logits, banned tokens, and rows that cannot be drawn from; twice, since the
+    second draw finds what the first left"""
     rows, vocabulary, rounds = (2, 600, 1) if SIMULATED else (32, 248320, 3)
-    buffers = {name: Buffer(size, fill=0) for name, size in sampling_bytes(rows, vocabulary).items()} | dict(found=Buffer(8 * BLOCKS * rows), last=Buffer(4 * rows, fill=0), owners=Buffer.of(np.arange(rows, dtype=np.int32)[::-1].copy()))
+    buffers = ({name: Buffer(size, fill=0) for name, size in sampling_bytes(rows, vocabulary).items()}
+               | dict(found=Buffer(8 * BLOCKS * rows), last=Buffer(4 * rows, fill=0), owners=Buffer.of(np.arange(rows, dtype=np.int32)[::-1].copy())))
     differ, drawn = 0, 0
     for turn in range(rounds):
         logits, specs = (rng.normal(0, 3, (rows, vocabulary)) + 4 * rng.exponential(1, (rows, 1))).astype(np.float32), random_specs(rng, rows, vocabulary)
@@ -669,26 +755,32 @@ def check_sampling(rng):
         if rows > 4: logits[3, 5], logits[4], logits[2, ::2] = np.nan, -np.inf, np.round(logits[2, ::2])
         if turn == 1: specs = [SampleSpec(temperature=1., seed=i) for i in range(rows)]
         nothing = pack_mask(np.zeros(vocabulary, bool))
-        if turn == 2: specs[3], specs[5] = (SampleSpec(temperature=1., allowed=mask) for mask in (pack_mask(np.arange(vocabulary) != 5), nothing))     # a NaN that is not allowed is one all the same
+        # a NaN that is not allowed is one all the same
+        if turn == 2: specs[3], specs[5] = (SampleSpec(temperature=1., allowed=mask) for mask in (pack_mask(np.arange(vocabulary) != 5), nothing))
         records, entries = draw_records(specs)
         penalised, weighed = needs(specs)
         buffers['draws'].write(records)
         given, listed = Buffer.of(logits), Buffer.of(entries)
         buffers['masks'].write(mask_rows(specs, vocabulary))
-        if penalised: adjust(given.address, buffers['draws'].address, listed.address, buffers['masks'].address, vocabulary, rows, buffers['owners'].address, buffers['last'].address)
+        if penalised:
+            adjust(given.address, buffers['draws'].address, listed.address, buffers['masks'].address, vocabulary, rows, buffers['owners'].address,
+                   buffers['last'].address)
         best_of_parts.launch(rows * BLOCKS, 256, given.address, buffers['found'].address, vocabulary)
-        draw(given.address, buffers['found'].address, BLOCKS, vocabulary, rows, lambda name: buffers[name].address, buffers['owners'].address, buffers['last'].address, weighed=weighed)
+        draw(given.address, buffers['found'].address, BLOCKS, vocabulary, rows, lambda name: buffers[name].address, buffers['owners'].address,
+             buffers['last'].address, weighed=weighed)
         got = buffers['drawn'].read(np.int32, rows)
         np.testing.assert_array_equal(buffers['last'].read(np.int32, rows)[::-1], got)
         adjusted = given.read(np.float32, logits.shape)
         for i, spec in enumerate(specs):
             want = adjust_logits_spec(logits[i], spec)
             np.testing.assert_array_equal(adjusted[i], np.where(np.isnan(logits[i]), logits[i], want), err_msg=f'penalties or mask of row {i}')
-            if rows > 4 and i in (3, 4) or spec.allowed is nothing or spec.allowed.size and not spec.allowed.any(): assert got[i] == (-1 if rows > 4 and i == 3 else -2), f'row {i}, which cannot be drawn from, gave {got[i]}'; continue
+            if rows > 4 and i in (3, 4) or spec.allowed is nothing or spec.allowed.size and not spec.allowed.any():
+                assert got[i] == (-1 if rows > 4 and i == 3 else -2), f'row {i}, which cannot be drawn from, gave {got[i]}'; continue
             want, drawn = sample_spec(logits[i], spec).token, drawn + 1
             differ += got[i] != want
             assert 0 <= got[i] < vocabulary
-        assert not buffers['length'].read(np.int32, rows).any() and not buffers['counts'].read(np.int32, rows * 1024).any() and not buffers['masses'].read(np.int64, rows * 1024).any(), 'something is left for the next draw'
+        assert (not buffers['length'].read(np.int32, rows).any() and not buffers['counts'].read(np.int32, rows * 1024).any()
+                and not buffers['masses'].read(np.int64, rows * 1024).any()), 'something is left for the next draw'
     tokens = Buffer.of(np.array([-1, 7], np.int32))
     feed_kernel.launch(1, 2, tokens.address, buffers['owners'].address, buffers['last'].address)
     np.testing.assert_array_equal(tokens.read(np.int32, 2), [max(got[0], 0), 7])
@@ -704,7 +796,8 @@ def check_ends(rng):
         blocks, _ = random_matrix(name, 4, columns, rng)
         matrix, out = Matrix.from_file(name, blocks, 4, columns), Buffer(8 * columns, fill=0xff)
         embed(matrix, where.address, out.address, 2)
-        np.testing.assert_allclose(out.read(np.float32, (2, columns)), quant_type(name).decode(blocks).reshape(4, columns)[ids], rtol=2e-6, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(out.read(np.float32, (2, columns)), quant_type(name).decode(blocks).reshape(4, columns)[ids], rtol=2e-6,
+                                   atol=1e-6, err_msg=name)
     x, weight = rng.normal(0, 2, (2, 2 * columns)).astype(np.float32), rng.normal(1, .1, columns).astype(np.float32)
     given, w = Buffer.of(x), Buffer.of(weight)
     a, b = x[:, :columns].astype(np.float64), x[:, columns:]
@@ -716,7 +809,8 @@ def check_ends(rng):
     vocabulary, rows = (3000, 1) if SIMULATED else (248320, 3)
     logits = rng.normal(0, 1, (rows, vocabulary)).astype(np.float32)
     logits[0, [777, 2999]] = 9
-    buffers = [Buffer.of(v) for v in (logits, np.zeros((rows, 256), np.uint32), np.full(rows, -1, np.int32), np.arange(rows, dtype=np.int32) + 5, np.full((rows, 4), -1, np.int32))]
+    buffers = [Buffer.of(v) for v in (logits, np.zeros((rows, 256), np.uint32), np.full(rows, -1, np.int32), np.arange(rows, dtype=np.int32) + 5,
+                                      np.full((rows, 4), -1, np.int32))]
     addresses = [b.address for b in buffers]
     if not SIMULATED: greedy(addresses[0], vocabulary, *addresses[1:], 4, rows)
     else: best_of_all.launch(1, 128, Buffer.of(np.stack([np.arange(128) % 7, 500 - np.arange(128)], axis=1).astype(np.uint32)), *addresses[2:], 4)
@@ -728,11 +822,16 @@ def check_ends(rng):
 
 # %% ../../nbs/cuda/90_check.ipynb #3494d2c9
 SHAPES = [       # (model, what, type, rows, columns)
-    ('35B-A3B', 'delta qkv + z', 'Q8_0', 12288, 2048), ('35B-A3B', 'delta out, attention o', 'Q8_0', 2048, 4096), ('35B-A3B', 'attention q + gate, k, v', 'Q8_0', 9216, 2048),
-    ('35B-A3B', '8 experts gate + up', 'Q4_K', 8192, 2048), ('35B-A3B', '8 experts down', 'Q5_K', 16384, 512), ('35B-A3B', 'shared gate + up', 'Q8_0', 1024, 2048), ('35B-A3B', 'head', 'Q6_K', 248320, 2048),
-    ('27B', 'delta qkv + z', 'Q4_K', 16384, 5120), ('27B', 'attention q + gate, k', 'Q4_K', 13312, 5120), ('27B', 'attention v', 'Q6_K', 1024, 5120), ('27B', 'o, delta out', 'Q4_K', 5120, 6144),
-    ('27B', 'gate + up', 'Q4_K', 34816, 5120), ('27B', 'down', 'Q4_K', 5120, 17408), ('27B', 'down', 'Q6_K', 5120, 17408), ('27B', 'head', 'Q6_K', 248320, 5120),
-    ('27B', 'gate + up', 'NVFP4', 34816, 5120), ('27B', 'gate + up', 'FP8', 34816, 5120), ('27B', 'gate + up', 'BF16', 34816, 5120), ('27B', 'gate + up', 'Q4_1', 34816, 5120), ('35B-A3B', 'router', 'F32', 256, 2048)]
+    ('35B-A3B', 'delta qkv + z', 'Q8_0', 12288, 2048), ('35B-A3B', 'delta out, attention o', 'Q8_0', 2048, 4096),
+    ('35B-A3B', 'attention q + gate, k, v', 'Q8_0', 9216, 2048),
+    ('35B-A3B', '8 experts gate + up', 'Q4_K', 8192, 2048), ('35B-A3B', '8 experts down', 'Q5_K', 16384, 512),
+    ('35B-A3B', 'shared gate + up', 'Q8_0', 1024, 2048), ('35B-A3B', 'head', 'Q6_K', 248320, 2048),
+    ('27B', 'delta qkv + z', 'Q4_K', 16384, 5120), ('27B', 'attention q + gate, k', 'Q4_K', 13312, 5120), ('27B', 'attention v', 'Q6_K', 1024, 5120),
+    ('27B', 'o, delta out', 'Q4_K', 5120, 6144),
+    ('27B', 'gate + up', 'Q4_K', 34816, 5120), ('27B', 'down', 'Q4_K', 5120, 17408), ('27B', 'down', 'Q6_K', 5120, 17408),
+    ('27B', 'head', 'Q6_K', 248320, 5120),
+    ('27B', 'gate + up', 'NVFP4', 34816, 5120), ('27B', 'gate + up', 'FP8', 34816, 5120), ('27B', 'gate + up', 'BF16', 34816, 5120),
+    ('27B', 'gate + up', 'Q4_1', 34816, 5120), ('35B-A3B', 'router', 'F32', 256, 2048)]
 
 def noise(nbytes, rng):
     "A device buffer of random bytes (from a pool of 32 MB, over and over)"
@@ -785,7 +884,11 @@ def gpu_record():
     from importlib.metadata import version
     functions, device = driver(), cuda.get_current_device()
     name = device.name.decode() if isinstance(device.name, bytes) else device.name
-    return dict(gpu=name, capability='.'.join(map(str, device.compute_capability)), multiprocessors=checked(functions.cuDeviceGetAttribute(functions.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, functions.CUdevice(0)), 'asking for an attribute'), driver=checked(functions.cuDriverGetVersion(), 'asking for the version'), numba_cuda=version('numba-cuda'), cuda_bindings=version('cuda-bindings'))
+    return dict(gpu=name, capability='.'.join(map(str, device.compute_capability)),
+                multiprocessors=checked(functions.cuDeviceGetAttribute(functions.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+                                                                       functions.CUdevice(0)), 'asking for an attribute'),
+                driver=checked(functions.cuDriverGetVersion(), 'asking for the version'), numba_cuda=version('numba-cuda'),
+                cuda_bindings=version('cuda-bindings'))
 
 def bench_linear(rng, variants=({},), shapes=SHAPES, save=False, **more):
     "Time every shape in every variant of the launch, print the table, keep the record"
@@ -797,23 +900,29 @@ def bench_linear(rng, variants=({},), shapes=SHAPES, save=False, **more):
             try: seconds, nbytes = time_gemv(kind, num_rows, columns, rng, ring=ring, **options)
             except (CudaError, SparkinferError, ValueError) as error: print(f'{kind} {num_rows}x{columns} {options}: {error}', file=sys.stderr); continue
             tried.append((seconds, options, nbytes))
-            records.append(dict(model=model, what=what, type=kind, rows=num_rows, columns=columns, options={k: v for k, v in options.items()}, microseconds=round(seconds * 1e6, 3), gb_s=round(nbytes / seconds / 1e9, 1), percent_of_read=round(100 * nbytes / seconds / ceiling, 1)))
+            records.append(dict(model=model, what=what, type=kind, rows=num_rows, columns=columns, options={k: v for k, v in options.items()},
+                                microseconds=round(seconds * 1e6, 3), gb_s=round(nbytes / seconds / 1e9, 1),
+                                percent_of_read=round(100 * nbytes / seconds / ceiling, 1)))
         seconds, options, nbytes = min((t for t in tried if t[1].get('tokens', 1) == 1), key=lambda t: t[0])
         plain = next((t[0] for t in tried if not t[1]), None)
-        rows.append([model, what, kind, f'{num_rows}x{columns}', f'{nbytes / 1e6:.1f}', f'{seconds * 1e6:.2f}', f'{nbytes / seconds / 1e9:.0f}', f'{100 * nbytes / seconds / ceiling:.0f}', f'{plain * 1e6:.2f}' if plain else '-', ' '.join(f'{k}={v}' for k, v in options.items())])
+        rows.append([model, what, kind, f'{num_rows}x{columns}', f'{nbytes / 1e6:.1f}', f'{seconds * 1e6:.2f}', f'{nbytes / seconds / 1e9:.0f}',
+                     f'{100 * nbytes / seconds / ceiling:.0f}', f'{plain * 1e6:.2f}' if plain else '-', ' '.join(f'{k}={v}' for k, v in options.items())])
     table = text_table(['model', 'matrix', 'type', 'shape', 'MB', 'µs', 'GB/s', '% of reading', 'µs by rule', 'fastest launch'], rows)
     fastest = {}
     for r in records:
         key = r['what'], r['type'], r['rows'], r['columns'], r['options'].get('tokens', 1)
         if key not in fastest or r['microseconds'] < fastest[key]['microseconds']: fastest[key] = r
-    records = [r for r in records if r['options'] in ({}, dict(dependent=False)) or any(r is f for f in fastest.values())]         # a sweep is some hundreds of lines otherwise
-    record = report('cuda-linear', f'reading alone: {ceiling / 1e12:.2f} TB/s\n\n{table}', dict(read_gb_s=round(ceiling / 1e9, 1), **gpu_record(), **more, results=records), save, out=open('/dev/null', 'w') if save else None)
+    # a sweep is some hundreds of lines otherwise
+    records = [r for r in records if r['options'] in ({}, dict(dependent=False)) or any(r is f for f in fastest.values())]
+    record = report('cuda-linear', f'reading alone: {ceiling / 1e12:.2f} TB/s\n\n{table}',
+                    dict(read_gb_s=round(ceiling / 1e9, 1), **gpu_record(), **more, results=records), save, out=open('/dev/null', 'w') if save else None)
     if save: print(f'reading alone: {ceiling / 1e12:.2f} TB/s\n\n{table}')
     return record
 
 # %% ../../nbs/cuda/90_check.ipynb #c8cdeabc
 MODELS = {
-    '35B-A3B': dict(hidden=2048, layers=40, heads=16, kv_heads=2, value_heads=32, experts=256, chosen=8, width=512, projections='Q8_0', up='Q4_K', down='Q5_K', shared='Q8_0'),
+    '35B-A3B': dict(hidden=2048, layers=40, heads=16, kv_heads=2, value_heads=32, experts=256, chosen=8, width=512, projections='Q8_0', up='Q4_K', down='Q5_K',
+                    shared='Q8_0'),
     '27B': dict(hidden=5120, layers=64, heads=24, kv_heads=4, value_heads=48, experts=0, width=17408, projections='Q4_K', down='Q4_K')}
 VOCABULARY, KEY_HEADS, DELTA_DIM, HEAD_DIM, ROPE_DIM, TAPS, INTERVAL = 248320, 16, 128, 256, 64, 4, 4
 SPREADS = dict(Q8_0=3e-4, Q4_K=1e-4, Q5_K=5e-5, Q6_K=1.5e-5, F32=.02)
@@ -821,7 +930,8 @@ SPREADS = dict(Q8_0=3e-4, Q4_K=1e-4, Q5_K=5e-5, Q6_K=1.5e-5, F32=.02)
 def noise_matrix(type_name, rows, columns, rng):
     "A packed matrix of valid random weights: a few rows, over and over, copied on the device"
     few = max(1, min(rows, (1 << 20) // columns))
-    blocks = random_blocks(type_name, few * columns // quant_type(type_name).block_size, int(rng.integers(1 << 30)), SPREADS[type_name]) if type_name != 'F32' else rng.normal(0, .02, few * columns).astype(np.float32).view(np.uint8)
+    blocks = random_blocks(type_name, few * columns // quant_type(type_name).block_size, int(rng.integers(1 << 30)),
+                           SPREADS[type_name]) if type_name != 'F32' else rng.normal(0, .02, few * columns).astype(np.float32).view(np.uint8)
     matrix, planes = Matrix.__new__(Matrix), pack(type_name, blocks, few, columns)
     sizes = plane_bytes(kind_of(type_name), rows, columns)
     starts = np.cumsum([0, *((n + 255) // 256 * 256 for n in sizes)])
@@ -838,11 +948,14 @@ def noise_matrix(type_name, rows, columns, rng):
     return matrix
 
 # %% ../../nbs/cuda/90_check.ipynb #cadc7a09
-TUNE = dict(many=5, splits=0, ahead_attend=0, ahead_out=5, ahead_moe=1.5, ahead_gate=5, ahead_dense=5, swiglu={}, beside=True)      # how a step is launched; `ahead_…`: MB of the next matrix that a kernel asks into the second cache when it has asked for the last of its own; swiglu: options of `fat_swiglu`, None: a kernel of its own; many: from so many rows on, the tensor cores; beside: the shared expert of many rows on a stream of its own
+# how a step is launched; `ahead_…`: MB of the next matrix that a kernel asks into the second cache when it has asked for the last of its own; swiglu: options
+# of `fat_swiglu`, None: a kernel of its own; many: from so many rows on, the tensor cores; beside: the shared expert of many rows on a stream of its own
+TUNE = dict(many=5, splits=0, ahead_attend=0, ahead_out=5, ahead_moe=1.5, ahead_gate=5, ahead_dense=5, swiglu={}, beside=True)
 
 # %% ../../nbs/cuda/90_check.ipynb #29280130
 class Walk:
-    "All memory of one step of `rows` sequences of a model of noise (prompt: of so many tokens of one sequence), and `launch(stream)`, which launches it. `tokens` and `positions` are device memory"
+    """All memory of one step of `rows` sequences of a model of noise (prompt: of so many tokens of one sequence), and `launch(stream)`, which
+    launches it. `tokens` and `positions` are device memory"""
     def __init__(self, model, context, rng, rows=1, kv='f16', prompt=False, **tune):
         m = self.m = MODELS[model]
         self.prompt, self.sequences = prompt, 1 if prompt else rows
@@ -859,13 +972,20 @@ class Walk:
         for i in range(m['layers']):
             layer = dict(norm=ones(H), ffn_norm=ones(H))
             if (i + 1) % INTERVAL == 0:
-                layer |= dict(kind='attention', into=noise_matrix(P, self.attention_rows, H, rng), out=noise_matrix(P, H, heads * HEAD_DIM, rng), q_norm=ones(HEAD_DIM), k_norm=ones(HEAD_DIM),
-                              **{n: Buffer(element * pages * kv * PAGE * HEAD_DIM, fill=0x11) for n in ('keys', 'values')}, **{n: Buffer(4 * pages * kv * PAGE, fill=0x11) for n in ('key_scales', 'value_scales')})
+                layer |= dict(kind='attention', into=noise_matrix(P, self.attention_rows, H, rng), out=noise_matrix(P, H, heads * HEAD_DIM, rng),
+                              q_norm=ones(HEAD_DIM), k_norm=ones(HEAD_DIM),
+                              **{n: Buffer(element * pages * kv * PAGE * HEAD_DIM, fill=0x11) for n in ('keys', 'values')},
+                              **{n: Buffer(4 * pages * kv * PAGE, fill=0x11) for n in ('key_scales', 'value_scales')})
             else:
-                layer |= dict(kind='delta', into=noise_matrix(P, self.delta_rows, H, rng), out=noise_matrix(P, H, self.values, rng), conv=floats(TAPS, self.channels, scale=.5), decay=Buffer.of(-np.exp(rng.uniform(-4, 0, Hv)).astype(np.float32)), dt=floats(Hv),
-                              norm_out=ones(DELTA_DIM), ring=Buffer(4 * rows * TAPS * self.channels, fill=0), state=Buffer(4 * rows * Hv * DELTA_DIM * DELTA_DIM, fill=0))
-            if moe: layer |= dict(router=noise_matrix('F32', m['experts'] + 1, H, rng), up=noise_matrix(m['up'], m['experts'] * 2 * m['width'], H, rng), down=noise_matrix(m['down'], m['experts'] * H, m['width'], rng),
-                                  shared_up=noise_matrix(m['shared'], 2 * m['width'], H, rng), shared_down=noise_matrix(m['shared'], H, m['width'], rng), scores=floats(rows, m['experts'] + 1))
+                layer |= dict(kind='delta', into=noise_matrix(P, self.delta_rows, H, rng), out=noise_matrix(P, H, self.values, rng),
+                              conv=floats(TAPS, self.channels, scale=.5), decay=Buffer.of(-np.exp(rng.uniform(-4, 0, Hv)).astype(np.float32)), dt=floats(Hv),
+                              norm_out=ones(DELTA_DIM), ring=Buffer(4 * rows * TAPS * self.channels, fill=0),
+                              state=Buffer(4 * rows * Hv * DELTA_DIM * DELTA_DIM, fill=0))
+            if moe:
+                layer |= dict(router=noise_matrix('F32', m['experts'] + 1, H, rng), up=noise_matrix(m['up'], m['experts'] * 2 * m['width'], H, rng),
+                              down=noise_matrix(m['down'], m['experts'] * H, m['width'], rng),
+                                  shared_up=noise_matrix(m['shared'], 2 * m['width'], H, rng), shared_down=noise_matrix(m['shared'], H, m['width'], rng),
+                                  scores=floats(rows, m['experts'] + 1))
             else: layer |= dict(up=noise_matrix(P, 2 * m['width'], H, rng), down=noise_matrix(m['down'] if i % 2 == 0 else 'Q6_K', H, m['width'], rng))
             self.layers.append(layer)
         for layer, following in zip(self.layers, self.layers[1:] + [None]): layer['next'] = following['into'] if following else None
@@ -873,22 +993,36 @@ class Walk:
         self.left, self.dense_stage = Buffer(8 * rest), f'rest{rest}' if rest else 'copy'
         self.embedding, self.head, self.norm = noise_matrix('Q4_K', VOCABULARY, H, rng), noise_matrix('Q6_K', VOCABULARY, H, rng), ones(H)
         widest = max(self.delta_rows, self.attention_rows, 2 * m['width'])
-        self.h, self.x, self.mixed, self.record, self.logits = Buffer(4 * H * rows), Buffer(4 * widest * rows), Buffer(4 * max(self.values, heads * HEAD_DIM) * rows), Buffer(2 * widest * rows), Buffer(4 * VOCABULARY * rows)
+        self.h, self.x, self.mixed, self.record, self.logits = (Buffer(4 * H * rows), Buffer(4 * widest * rows),
+                                                                Buffer(4 * max(self.values, heads * HEAD_DIM) * rows), Buffer(2 * widest * rows),
+                                                                Buffer(4 * VOCABULARY * rows))
         self.squares = Buffer(4 * rows * self.values // 32)
-        self.scores, self.ids, self.weights, self.middle = Buffer(4 * 512 * rows), Buffer(256 * rows), Buffer(256 * rows), Buffer(16 * record_bytes(m['width']) * rows)
-        self.tops, self.sums, self.partial, self.found = Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits * HEAD_DIM), Buffer(2048 * rows)
+        self.scores, self.ids, self.weights, self.middle = (Buffer(4 * 512 * rows), Buffer(256 * rows), Buffer(256 * rows),
+                                                            Buffer(16 * record_bytes(m['width']) * rows))
+        self.tops, self.sums, self.partial, self.found = (Buffer(4 * 8 * rows * kv * splits), Buffer(4 * 8 * rows * kv * splits),
+                                                          Buffer(4 * 8 * rows * kv * splits * HEAD_DIM), Buffer(2048 * rows))
         self.angles, self.table = Buffer.of(rope_table(context, ROPE_DIM, 1e7)), Buffer.of(rng.permutation(pages).astype(np.int32))
-        self.given = Buffer.of(rng.permutation(400)[:rows].astype(np.int32))             # noise soon says the same to everybody: several rows get tokens of their own, each step the same, and choose experts by scores of noise, not by those computed
-        self.tokens, self.slots, self.log = Buffer.of(rng.integers(0, VOCABULARY, rows).astype(np.int32)), Buffer.of(np.arange(rows, dtype=np.int32) * (not prompt)), Buffer(4 * 1024 * rows, fill=0xff)
+        # noise soon says the same to everybody: several rows get tokens of their own, each step the same, and choose experts by scores of noise, not by
+        # those computed
+        self.given = Buffer.of(rng.permutation(400)[:rows].astype(np.int32))
+        self.tokens, self.slots, self.log = (Buffer.of(rng.integers(0, VOCABULARY, rows).astype(np.int32)),
+                                             Buffer.of(np.arange(rows, dtype=np.int32) * (not prompt)), Buffer(4 * 1024 * rows, fill=0xff))
         self.positions, self.many = Buffer.of(np.zeros(rows, np.int32)), rows >= self.tune['many']
-        if prompt: self.firsts, self.counts, self.mixed_in = Buffer.of(np.zeros(1, np.int32)), Buffer.of(np.array([rows], np.int32)), Buffer(4 * rows * self.channels)
-        if self.many and moe: self.jobs, self.parts, self.shared, self.others, self.middles, self.record_shared = (Buffer(4 * rows * k) for k in (JOB_WORDS * m['chosen'], m['chosen'] * H, 2 * m['width'], H, m['chosen'] * m['width'], m['width']))
+        if prompt:
+            self.firsts, self.counts, self.mixed_in = Buffer.of(np.zeros(1, np.int32)), Buffer.of(np.array([rows], np.int32)), Buffer(4 * rows * self.channels)
+        if self.many and moe:
+            self.jobs, self.parts, self.shared, self.others, self.middles, self.record_shared = (Buffer(4 * rows * k)
+                                                                                                 for k in (JOB_WORDS * m['chosen'], m['chosen'] * H,
+                                                                                                           2 * m['width'], H, m['chosen'] * m['width'],
+                                                                                                           m['width']))
 
     def part_bytes(self, position):
         "What each kind of kernel has to read (and, of the states, write) in a step at `position`"
         m, n, size = self.m, self.rows, lambda name, share=1.: sum(share * l[name].nbytes for l in self.layers if name in l)
         deltas, attentions = (sum(l['kind'] == kind for l in self.layers) for kind in ('delta', 'attention'))
-        parts = dict(into=size('into'), delta=deltas * n * 8 * m['value_heads'] * DELTA_DIM ** 2, attend=attentions * n * (2 * position * m['kv_heads'] * (HEAD_DIM + 4) if self.kv == 'int8' else 4 * position * m['kv_heads'] * HEAD_DIM), combine=0, out=size('out'), head=self.head.nbytes, ends=0)
+        parts = dict(into=size('into'), delta=deltas * n * 8 * m['value_heads'] * DELTA_DIM ** 2,
+                     attend=attentions * n * (2 * position * m['kv_heads'] * (HEAD_DIM + 4) if self.kv == 'int8' else 4 * position * m['kv_heads'] * HEAD_DIM),
+                     combine=0, out=size('out'), head=self.head.nbytes, ends=0)
         if not m['experts']: return parts | dict(up=size('up'), down=size('down'))
         share = (self.asked() if n > 1 else m['chosen']) / m['experts']              # of the experts, those that somebody asked last
         if self.many: return parts | dict(router=size('router'), shared=size('shared_up') + size('shared_down'), up=size('up', share), down=size('down', share))
@@ -915,7 +1049,8 @@ class Walk:
             if not self.many: prepare('norm', H, self.h.address, self.record.address, n, self.norm.address, stream=stream)
             if self.many: self.many_rows('norm', self.head, self.h.address, self.logits.address, weight=self.norm.address)
             else: gemv(self.head, self.record.address, self.logits.address, tokens=n, stream=stream)
-        if self.wanted('ends'): greedy(self.logits.address, VOCABULARY, self.found.address, self.tokens.address, self.positions.address, self.log.address, 1024, n, stream=stream)
+        if self.wanted('ends'):
+            greedy(self.logits.address, VOCABULARY, self.found.address, self.tokens.address, self.positions.address, self.log.address, 1024, n, stream=stream)
 
     def ahead(self, name, matrix):
         "The range of `matrix` that a kernel asks into the second cache"
@@ -925,13 +1060,16 @@ class Walk:
     def project(self, kind, matrix, norm):
         "x = matrix · RMSNorm(h)"
         if self.many and self.wanted(kind): self.many_rows('norm', matrix, self.h.address, self.x.address, weight=norm.address)
-        elif self.wanted(kind): fat_gemv(matrix, self.h.address, self.x.address, tokens=self.rows, weight=norm.address, stream=self.stream, **self.tune.get(kind, {}))
+        elif self.wanted(kind):
+            fat_gemv(matrix, self.h.address, self.x.address, tokens=self.rows, weight=norm.address, stream=self.stream, **self.tune.get(kind, {}))
 
     def back(self, layer, stage, **given):
         "h += matrix · stage(…)"
         matrix = layer['out']
         if self.many and self.wanted('out'): self.many_rows(stage, matrix, self.mixed.address, self.h.address, add=True, **given)
-        elif self.wanted('out'): fat_gemv(matrix, self.mixed.address, self.h.address, tokens=self.rows, stage=stage, add=True, ahead=self.ahead('moe', layer['next']) if self.m['experts'] else self.ahead('out', layer['up']), stream=self.stream, **given, **self.tune.get('out', {}))
+        elif self.wanted('out'):
+            fat_gemv(matrix, self.mixed.address, self.h.address, tokens=self.rows, stage=stage, add=True, ahead=self.ahead('moe', layer['next'])
+                     if self.m['experts'] else self.ahead('out', layer['up']), stream=self.stream, **given, **self.tune.get('out', {}))
 
     def many_rows(self, stage, matrix, x, y, add=False, x_stride=None, **given):
         round_rows(stage, matrix.columns, x, self.record.address, self.rows, x_stride, stream=self.stream, **given)
@@ -941,11 +1079,19 @@ class Walk:
         Hv = self.m['value_heads']
         if self.wanted('delta') and self.prompt:
             where = [b.address for b in (self.slots, self.firsts, self.counts, self.positions)]
-            conv_rows_kernel(self.channels, TAPS).launch(-(-self.channels // 256), 256, self.x.address, layer['conv'].address, layer['ring'].address, *where, self.mixed_in.address, self.delta_rows, stream=self.stream, dependent=True)
-            delta_rows_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, True).launch(Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.mixed_in.address, self.x.address, *(layer[n].address for n in ('decay', 'dt', 'state')), *where, self.mixed.address, self.delta_rows, self.channels + self.values, self.channels + self.values + Hv, stream=self.stream, dependent=True)
+            conv_rows_kernel(self.channels, TAPS).launch(-(-self.channels // 256), 256, self.x.address, layer['conv'].address, layer['ring'].address, *where,
+                                                         self.mixed_in.address, self.delta_rows, stream=self.stream, dependent=True)
+            delta_rows_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, True).launch(Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.mixed_in.address, self.x.address,
+                                                                                *(layer[n].address for n in ('decay', 'dt', 'state')), *where,
+                                                                                self.mixed.address, self.delta_rows, self.channels + self.values,
+                                                                                self.channels + self.values + Hv, stream=self.stream, dependent=True)
         elif self.wanted('delta'):
-            delta_step_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, TAPS, True, noted=not self.many).launch(self.rows * Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.x.address, *(layer[n].address for n in ('conv', 'decay', 'dt', 'ring', 'state')), self.slots.address, self.positions.address,
-                self.mixed.address, layer['norm_out'].address, self.squares.address, self.delta_rows, self.channels + self.values, self.channels + self.values + Hv, self.channels, stream=self.stream, dependent=True)
+            delta_step_kernel(KEY_HEADS, Hv, DELTA_DIM, DELTA_DIM, TAPS, True,
+                              noted=not self.many).launch(self.rows * Hv * DELTA_DIM // 32, 2 * DELTA_DIM, self.x.address,
+                                                          *(layer[n].address for n in ('conv', 'decay', 'dt', 'ring', 'state')), self.slots.address,
+                                                          self.positions.address,
+                self.mixed.address, layer['norm_out'].address, self.squares.address, self.delta_rows, self.channels + self.values,
+                self.channels + self.values + Hv, self.channels, stream=self.stream, dependent=True)
         if not self.many: self.back(layer, 'heads', gate=self.squares.address)
         else: self.back(layer, 'gated', weight=layer['norm_out'].address, gate=self.x.address + 4 * self.channels, gate_stride=self.delta_rows)
 
@@ -953,10 +1099,21 @@ class Walk:
         heads, kv = self.m['heads'], self.m['kv_heads']
         if self.wanted('attend'):
             scales = (layer['key_scales'].address, layer['value_scales'].address) if self.kv == 'int8' else (0, 0)
-            if self.prompt: store_keys_kernel(heads, kv, HEAD_DIM, ROPE_DIM, kv=self.kv).launch(self.rows * kv, 64, self.x.address, layer['k_norm'].address, self.angles.address, layer['keys'].address, layer['values'].address, *scales, self.slots.address, self.table.address, self.positions.address, self.attention_rows, self.pages_each, stream=self.stream, dependent=True)
-            attend_kernel(heads, kv, HEAD_DIM, ROPE_DIM, self.splits, kv=self.kv, stored=self.prompt).launch(self.rows * kv * self.splits, 256, self.x.address, layer['q_norm'].address, layer['k_norm'].address, self.angles.address, layer['keys'].address, layer['values'].address, *scales, self.slots.address, self.table.address, self.positions.address,
-                self.tops.address, self.sums.address, self.partial.address, *self.ahead('attend', layer['out']), self.attention_rows, self.pages_each, stream=self.stream, dependent=True)
-        if self.wanted('combine'): combine_kernel(heads, kv, HEAD_DIM, self.splits, kv=self.kv).launch(self.rows * kv * HEAD_DIM // 8, 256, self.tops.address, self.sums.address, self.partial.address, self.x.address, self.positions.address, self.mixed.address, self.attention_rows, stream=self.stream, dependent=True)
+            if self.prompt:
+                store_keys_kernel(heads, kv, HEAD_DIM, ROPE_DIM, kv=self.kv).launch(self.rows * kv, 64, self.x.address, layer['k_norm'].address,
+                                                                                    self.angles.address, layer['keys'].address, layer['values'].address,
+                                                                                    *scales, self.slots.address, self.table.address, self.positions.address,
+                                                                                    self.attention_rows, self.pages_each, stream=self.stream, dependent=True)
+            attend_kernel(heads, kv, HEAD_DIM, ROPE_DIM, self.splits, kv=self.kv,
+                          stored=self.prompt).launch(self.rows * kv * self.splits, 256, self.x.address, layer['q_norm'].address, layer['k_norm'].address,
+                                                     self.angles.address, layer['keys'].address, layer['values'].address, *scales, self.slots.address,
+                                                     self.table.address, self.positions.address,
+                self.tops.address, self.sums.address, self.partial.address, *self.ahead('attend', layer['out']), self.attention_rows, self.pages_each,
+                stream=self.stream, dependent=True)
+        if self.wanted('combine'):
+            combine_kernel(heads, kv, HEAD_DIM, self.splits, kv=self.kv).launch(self.rows * kv * HEAD_DIM // 8, 256, self.tops.address, self.sums.address,
+                                                                                self.partial.address, self.x.address, self.positions.address,
+                                                                                self.mixed.address, self.attention_rows, stream=self.stream, dependent=True)
         self.back(layer, 'quantize')
 
     def jobs_of(self, layer):
@@ -971,32 +1128,56 @@ class Walk:
             rows_product(layer['shared_down'], self.record_shared.address, self.others.address, n, stream=side)
         if self.wanted('router'):
             group = max(g for g in (1, 2, 4) if n % g == 0)
-            router_kernel(H, m['experts'], group).launch(router_blocks(m['experts'], n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, self.h.address, self.scores.address, stream=main, dependent=True)
-            jobs_kernel(m['experts'], m['chosen'], n, True, most).launch(1, 1024, layer['scores'].address, self.ids.address, self.weights.address, self.jobs.address, stream=main, dependent=True)
-        if self.wanted('up'): pairs_up(m['up'], H, width, m['chosen'], pairs, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=main, **self.tune.get('pairs_up', {}))
-        if self.wanted('down'): pairs_down(m['down'], H, width, pairs, *layer['down'].addresses, self.middles.address, self.jobs.address, self.parts.address, stream=main, **self.tune.get('pairs_down', {}))
+            router_kernel(H, m['experts'], group).launch(router_blocks(m['experts'], n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address,
+                                                         self.h.address, self.scores.address, stream=main, dependent=True)
+            jobs_kernel(m['experts'], m['chosen'], n, True, most).launch(1, 1024, layer['scores'].address, self.ids.address, self.weights.address,
+                                                                         self.jobs.address, stream=main, dependent=True)
+        if self.wanted('up'):
+            pairs_up(m['up'], H, width, m['chosen'], pairs, *layer['up'].addresses, record, self.jobs.address, self.middles.address, stream=main,
+                     **self.tune.get('pairs_up', {}))
+        if self.wanted('down'):
+            pairs_down(m['down'], H, width, pairs, *layer['down'].addresses, self.middles.address, self.jobs.address, self.parts.address, stream=main,
+                       **self.tune.get('pairs_down', {}))
         if shared and side is not main: main.join(side)
-        if self.wanted('down'): add_parts_kernel(H, m['experts'], m['chosen'], 1).launch(n * -(-H // 256), 256, self.parts.address, self.others.address, self.weights.address, self.scores.address, self.h.address, stream=main, dependent=not shared or side is main)
+        if self.wanted('down'):
+            add_parts_kernel(H, m['experts'], m['chosen'], 1).launch(n * -(-H // 256), 256, self.parts.address, self.others.address, self.weights.address,
+                                                                     self.scores.address, self.h.address, stream=main, dependent=not shared or side is main)
 
     def experts(self, layer):
         if self.many: return self.jobs_of(layer)
         m, H, n, group = self.m, self.m['hidden'], self.rows, min(self.rows, 4)
         shape = H, m['width'], m['experts'], m['chosen']
-        if self.wanted('router'): router_kernel(H, m['experts'], group).launch(router_blocks(m['experts'], n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address, self.h.address, self.scores.address, stream=self.stream, dependent=True)
-        if self.wanted('up'): experts_up_kernel(m['up'], m['shared'], *shape, m['width']).launch(up_blocks(m['width'], m['chosen'], m['width'], n), 512, *layer['up'].addresses, *layer['shared_up'].addresses, layer['ffn_norm'].address, self.h.address, (self.scores if n == 1 else layer['scores']).address, self.middle.address, stream=self.stream, dependent=True)
-        if self.wanted('down'): experts_down_kernel(m['down'], m['shared'], *shape, m['width']).launch(n * H // DOWN_WARPS, 32 * DOWN_WARPS, *layer['down'].addresses, *layer['shared_down'].addresses, self.middle.address, (self.scores if n == 1 else layer['scores']).address, self.h.address, self.ids.address, self.weights.address, stream=self.stream, dependent=True)
+        if self.wanted('router'):
+            router_kernel(H, m['experts'], group).launch(router_blocks(m['experts'], n, group), 512, layer['router'].addresses[0], layer['ffn_norm'].address,
+                                                         self.h.address, self.scores.address, stream=self.stream, dependent=True)
+        if self.wanted('up'):
+            experts_up_kernel(m['up'], m['shared'], *shape, m['width']).launch(up_blocks(m['width'], m['chosen'], m['width'], n), 512, *layer['up'].addresses,
+                                                                               *layer['shared_up'].addresses, layer['ffn_norm'].address, self.h.address,
+                                                                               (self.scores if n == 1 else layer['scores']).address, self.middle.address,
+                                                                               stream=self.stream, dependent=True)
+        if self.wanted('down'):
+            experts_down_kernel(m['down'], m['shared'], *shape, m['width']).launch(n * H // DOWN_WARPS, 32 * DOWN_WARPS, *layer['down'].addresses,
+                                                                                   *layer['shared_down'].addresses, self.middle.address,
+                                                                                   (self.scores if n == 1 else layer['scores']).address, self.h.address,
+                                                                                   self.ids.address, self.weights.address, stream=self.stream, dependent=True)
 
     def dense(self, layer):
         if self.rows > 1 or self.tune['swiglu'] is None: self.project('up', layer['up'], layer['ffn_norm'])
-        elif self.wanted('up'): self.dense_stage = fat_swiglu(layer['up'], self.h.address, layer['ffn_norm'].address, self.record.address, self.left.address, ahead=self.ahead('gate', layer['down']), stream=self.stream, **self.tune['swiglu'])
+        elif self.wanted('up'):
+            self.dense_stage = fat_swiglu(layer['up'], self.h.address, layer['ffn_norm'].address, self.record.address, self.left.address,
+                                          ahead=self.ahead('gate', layer['down']), stream=self.stream, **self.tune['swiglu'])
         if not self.wanted('down'): return
-        if not self.many and (self.rows > 1 or self.tune['swiglu'] is None): prepare('swiglu', self.m['width'], self.x.address, self.record.address, self.rows, stream=self.stream)
+        if not self.many and (self.rows > 1 or self.tune['swiglu'] is None):
+            prepare('swiglu', self.m['width'], self.x.address, self.record.address, self.rows, stream=self.stream)
         if self.many: return self.many_rows('swiglu', layer['down'], self.x.address, self.h.address, add=True)
-        if self.rows == 1: fat_gemv(layer['down'], self.record.address, self.h.address, stage=self.dense_stage, gate=self.left.address, add=True, ahead=self.ahead('dense', layer['next'] or self.head), stream=self.stream, **self.tune.get('down', {}))
+        if self.rows == 1:
+            fat_gemv(layer['down'], self.record.address, self.h.address, stage=self.dense_stage, gate=self.left.address, add=True,
+                     ahead=self.ahead('dense', layer['next'] or self.head), stream=self.stream, **self.tune.get('down', {}))
         else: gemv(layer['down'], self.record.address, self.h.address, tokens=self.rows, add=True, stream=self.stream)
 
 # %% ../../nbs/cuda/90_check.ipynb #4edcf129
-PARTS = dict(into='norm, projections in', delta='linear attention', attend='attention', combine='its stretches', out='norm or gate, projection out', router='norm, router', shared='shared expert, many rows', up='experts gate + up', down='experts down', head='norm, head', ends='embedding, choice')
+PARTS = dict(into='norm, projections in', delta='linear attention', attend='attention', combine='its stretches', out='norm or gate, projection out',
+             router='norm, router', shared='shared expert, many rows', up='experts gate + up', down='experts down', head='norm, head', ends='embedding, choice')
 
 def graph_of(walk, position, **given):
     "A recorded step at `position`"
@@ -1013,12 +1194,15 @@ def part_table(walk, position, ceiling):
     "Each kind of kernel alone, one after another over all layers: rows for a table and a record"
     rows, kept, nbytes, m = [], [], walk.part_bytes(position), walk.m
     deltas, attentions = (sum(l['kind'] == kind for l in walk.layers) for kind in ('delta', 'attention'))
-    times = dict(into=len(walk.layers), delta=deltas, attend=attentions, combine=attentions, out=len(walk.layers), router=len(walk.layers), shared=len(walk.layers), up=len(walk.layers), down=len(walk.layers), head=1, ends=1)
+    times = dict(into=len(walk.layers), delta=deltas, attend=attentions, combine=attentions, out=len(walk.layers), router=len(walk.layers),
+                 shared=len(walk.layers), up=len(walk.layers), down=len(walk.layers), head=1, ends=1)
     for name in PARTS:
         if name not in nbytes: continue
         each, size = step_seconds(walk, position, only=(name,)) / times[name], nbytes[name] / times[name]
-        kept.append(dict(kernel=name, launches=times[name], microseconds=round(each * 1e6, 3), megabytes=round(size / 1e6, 3), percent_of_read=round(100 * size / each / ceiling, 1)))
-        rows.append([name, PARTS[name], times[name], f'{each * 1e6:.2f}', f'{size / 1e6:.2f}', f'{100 * size / each / ceiling:.0f}', f'{each * times[name] * 1e3:.3f}'])
+        kept.append(dict(kernel=name, launches=times[name], microseconds=round(each * 1e6, 3), megabytes=round(size / 1e6, 3),
+                         percent_of_read=round(100 * size / each / ceiling, 1)))
+        rows.append([name, PARTS[name], times[name], f'{each * 1e6:.2f}', f'{size / 1e6:.2f}', f'{100 * size / each / ceiling:.0f}',
+                     f'{each * times[name] * 1e3:.3f}'])
     return rows, kept
 
 # %% ../../nbs/cuda/90_check.ipynb #4887ea14
@@ -1028,8 +1212,10 @@ def bench_step(model, rng, contexts=(128, 4096, 32768), ceiling=4.11e12, rounds=
     walk, lines, records = Walk(model, max(contexts) + 256, rng, rows, kv, prompt), [], []
     for position in contexts:
         t, nbytes = step_seconds(walk, position, rounds), walk.read_bytes(position)
-        lines.append([model, kv, f'{rows} of one' if prompt else rows, position, f'{t * 1e3:.3f}', f'{rows / t:.0f}', f'{nbytes / 1e9:.2f}', f'{nbytes / t / 1e9:.0f}', f'{100 * nbytes / t / ceiling:.0f}'])
-        records.append(dict(model=model, kv=kv, rows=rows, one_sequence=prompt, context=position, milliseconds=round(t * 1e3, 4), tok_s=round(rows / t, 1), read_gb=round(nbytes / 1e9, 3), gb_s=round(nbytes / t / 1e9, 1)))
+        lines.append([model, kv, f'{rows} of one' if prompt else rows, position, f'{t * 1e3:.3f}', f'{rows / t:.0f}', f'{nbytes / 1e9:.2f}',
+                      f'{nbytes / t / 1e9:.0f}', f'{100 * nbytes / t / ceiling:.0f}'])
+        records.append(dict(model=model, kv=kv, rows=rows, one_sequence=prompt, context=position, milliseconds=round(t * 1e3, 4), tok_s=round(rows / t, 1),
+                            read_gb=round(nbytes / 1e9, 3), gb_s=round(nbytes / t / 1e9, 1)))
     parts, kept = part_table(walk, contexts[-1], ceiling)
     graph = graph_of(walk, 0)
     for _ in range(200): graph.replay()
@@ -1042,7 +1228,10 @@ def bench_step(model, rng, contexts=(128, 4096, 32768), ceiling=4.11e12, rounds=
     if asked: text += f'; experts asked in the last layer: {asked}'
     nodes = graph.stream.launched
     text += f'; {nodes} launches a step'
-    if save: report(f'cuda-step-{model.lower()}-{"prompt" if prompt else kv}-{rows}', '', dict(**gpu_record(), **more, ceiling_gb_s=ceiling / 1e9, launches=nodes, experts_asked=asked, steps=records, kernels=kept, logits_finite=finite), True, out=open('/dev/null', 'w'))
+    if save:
+        report(f'cuda-step-{model.lower()}-{"prompt" if prompt else kv}-{rows}', '',
+               dict(**gpu_record(), **more, ceiling_gb_s=ceiling / 1e9, launches=nodes, experts_asked=asked, steps=records, kernels=kept, logits_finite=finite),
+               True, out=open('/dev/null', 'w'))
     print(text, flush=True)
     return records
 
@@ -1086,11 +1275,15 @@ def time_line(model, rng, position=128, steps=4, save=False, **more):
     stream.wait()
     at = [round(1e3 * checked(functions.cuEventElapsedTime(events[0], e), 'reading an event'), 1) for e in events[1:]]
     card = [dict(what='launch' if i == 0 else 'step', begin=a, end=b) for i, (a, b) in enumerate(zip(at[::2], at[1::2]))]
-    table = text_table(['', 'what', 'from, µs', 'to', 'µs'], [[who, r['what'], f"{r['begin']:.0f}", f"{r['end']:.0f}", f"{r['end'] - r['begin']:.0f}"] for who, rows in (('host', host), ('card', card)) for r in rows])
-    return report(f'cuda-timeline-{model.lower()}', table, dict(model=model, position=position, launches=launches, host=host, card=card, **gpu_record(), **more), save)
+    table = text_table(['', 'what', 'from, µs', 'to', 'µs'],
+                       [[who, r['what'], f"{r['begin']:.0f}", f"{r['end']:.0f}", f"{r['end'] - r['begin']:.0f}"]
+                        for who, rows in (('host', host), ('card', card)) for r in rows])
+    return report(f'cuda-timeline-{model.lower()}', table,
+                  dict(model=model, position=position, launches=launches, host=host, card=card, **gpu_record(), **more), save)
 
 # %% ../../nbs/cuda/90_check.ipynb #0bd950ba
-LAUNCHES = [{}, dict(dependent=False), *(dict(rows_each=r, chunk=c, stage=s, block=b) for r in (1, 2) for c in (4, 8) for s in ('copy', 'direct') for b in (128, 256)),
+LAUNCHES = [{}, dict(dependent=False),
+            *(dict(rows_each=r, chunk=c, stage=s, block=b) for r in (1, 2) for c in (4, 8) for s in ('copy', 'direct') for b in (128, 256)),
             *(dict(tokens=t, rows_each=r, chunk=c, stage=s) for t in (2, 4, 8) for r in (1, 2, 4) for c, s in ((1, 'copy'), (2, 'copy'), (2, 'direct')))]
 
 def _compile(what):
@@ -1101,15 +1294,19 @@ def _compile(what):
 def compile_all(capability=(9, 0), processes=None, launches=LAUNCHES):
     "Fill the folder of machine code with all kernels that the checks and the bench launch, several processes at a time; needs no GPU"
     from concurrent.futures import ProcessPoolExecutor
-    one = lambda name, rows, columns, options: ('gemv', gemv_arguments(kind_of(name), rows, columns, **{k: v for k, v in options.items() if k != 'dependent'})[0])
+    one = lambda name, rows, columns, options: ('gemv', gemv_arguments(kind_of(name), rows, columns,
+                                                                       **{k: v for k, v in options.items() if k != 'dependent'})[0])
     wanted = {one(name, rows, columns, dict(o, tokens=tokens)): 0 for name in PACKERS for rows, columns, tokens, o in FULL_SHAPES}
     wanted |= {one(kind, rows, columns, o): 0 for _, _, kind, rows, columns in SHAPES for o in launches}
-    wanted |= {('experts_up_kernel', ('Q4_K', 'Q8_0', 2048, 512, 256, 8, 512)): 0, ('experts_down_kernel', ('Q5_K', 'Q8_0', 2048, 512, 256, 8, 512)): 0, **{('delta_step_kernel', (16, heads, 128, 128, 4, tiled)): 0 for tiled in (True, False) for heads in (32, 48)}}
-    wanted = [(name, arguments, capability) for name, arguments in wanted] + [(name, (), capability) for name in ('scalars', 'warp', 'matrix_products', 'quantize_rows', 'read_all')]
+    wanted |= {('experts_up_kernel', ('Q4_K', 'Q8_0', 2048, 512, 256, 8, 512)): 0, ('experts_down_kernel', ('Q5_K', 'Q8_0', 2048, 512, 256, 8, 512)): 0,
+               **{('delta_step_kernel', (16, heads, 128, 128, 4, tiled)): 0 for tiled in (True, False) for heads in (32, 48)}}
+    wanted = [(name, arguments, capability) for name, arguments in wanted] + [(name, (), capability)
+                                                                              for name in ('scalars', 'warp', 'matrix_products', 'quantize_rows', 'read_all')]
     with ProcessPoolExecutor(processes) as pool: return sum(1 for _ in pool.map(_compile, wanted, chunksize=4))
 
 # %% ../../nbs/cuda/90_check.ipynb #f9677546
-CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_beside, check_swiglu, check_rows, check_experts, check_jobs, check_pairs, check_delta, check_attention, check_runs, check_sampling, check_ends)
+CHECKS = (check_instructions, check_warp, check_matrix_products, check_quantize, check_linear, check_stages, check_fused, check_beside, check_swiglu,
+          check_rows, check_experts, check_jobs, check_pairs, check_delta, check_attention, check_runs, check_sampling, check_ends)
 
 def run_check(name, seed):
     "→ (name, seconds, outcome)"
@@ -1135,9 +1332,11 @@ def main(argv=None):
     parser.add_argument('--bench', action='store_true', help='time the linear layers and write data/results/cuda-linear.….json')
     parser.add_argument('--step', nargs='*', choices=list(MODELS), default=(), help='time decode steps of these models of noise, and keep the record')
     parser.add_argument('--rows', nargs='*', type=int, default=(), help='with --step: also steps of so many sequences, and of 32 tokens of one')
-    parser.add_argument('--timeline', action='store_true', help='time how a step of each model of --step is launched, recorded and replayed, and keep the record')
+    parser.add_argument('--timeline', action='store_true',
+                        help='time how a step of each model of --step is launched, recorded and replayed, and keep the record')
     parser.add_argument('--no-checks', action='store_true')
-    parser.add_argument('--processes', type=int, default=1, help='run so many checks at a time, each in a process of its own: most of their time goes into making kernels')
+    parser.add_argument('--processes', type=int, default=1,
+                        help='run so many checks at a time, each in a process of its own: most of their time goes into making kernels')
     parser.add_argument('--only', nargs='+', choices=[check.__name__ for check in CHECKS], help='these checks')
     parser.add_argument('--commit', help='what to write into the record where there is no git')
     parser.add_argument('--compile', action='store_true', help='only make the machine code of all kernels, for compute capability 9.0; needs no GPU')
@@ -1155,7 +1354,9 @@ def main(argv=None):
             failed += outcome.startswith('FAILED')
             outcomes.append(dict(what=name, seconds=round(seconds, 1), outcome=outcome))
             print(f'{name:24} {seconds:6.1f} s  {outcome}', flush=True)
-    if outcomes and not SIMULATED: report('cuda-check', f'{len(outcomes) - failed} of {len(outcomes)} hold', dict(seed=args.seed, failed=failed, checks=outcomes, **gpu_record(), **more), save=not failed and args.only is None)
+    if outcomes and not SIMULATED:
+        report('cuda-check', f'{len(outcomes) - failed} of {len(outcomes)} hold', dict(seed=args.seed, failed=failed, checks=outcomes, **gpu_record(), **more),
+               save=not failed and args.only is None)
     if args.bench and not SIMULATED: bench_linear(np.random.default_rng(args.seed), LAUNCHES if args.sweep else ({},), save=True, **more)
     for model in args.step:
         if args.timeline: time_line(model, np.random.default_rng(args.seed), save=True, **more)
@@ -1165,4 +1366,5 @@ def main(argv=None):
         if args.rows: bench_step(model, np.random.default_rng(args.seed), (0, 4096), save=True, rows=32, prompt=True, **more)
     return failed
 
-if getattr(globals().get('__spec__'), 'name', None) == 'sparkinfer.cuda.check' and __name__ == '__main__': sys.exit(main())      # not in a notebook, which is `__main__` too
+# not in a notebook, which is `__main__` too
+if getattr(globals().get('__spec__'), 'name', None) == 'sparkinfer.cuda.check' and __name__ == '__main__': sys.exit(main())

@@ -16,13 +16,18 @@ from numba.cuda import types
 from ..errors import UnsupportedError
 from .graphs import Kernel
 from .linear import KINDS, STAGE_BYTES, copy_to_stage, lanes_for, quantize_four, quantize_four_staged, record_bytes, rounded_chunk, silu
-from .ptx import (add_f32, as_word, copies_begun, copy16_async, launch_dependents, load_f32, load_f32x2, load_f32x4, load_f32x4_staged, prefetch_range, ptx, root_reciprocal, shared_address, store_f32, store_f32x2_staged, store_u32_staged, wait_for_copies, wait_for_previous, warp_sum)
+from .ptx import (add_f32, as_word, copies_begun, copy16_async, launch_dependents, load_f32, load_f32x2, load_f32x4, load_f32x4_staged,
+                                 prefetch_range, ptx, root_reciprocal, shared_address, store_f32, store_f32x2_staged, store_u32_staged, wait_for_copies,
+                                 wait_for_previous, warp_sum)
 
 # %% ../../nbs/cuda/02_fused.ipynb #648f32d3
 @lru_cache(None)
 def fat_stage(stage, columns, tokens, eps, threads):
-    """Device functions (before, fill) for a block of `threads`; `before(weight, w)` loads into w (`stage_vectors` × 4 floats), `fill(spot, partial, x, gate, gate_stride, w)` leaves `tokens` records at `spot` in shared memory and, for 'norm', each warp's sum of squares in partial[token, warp].
-    'norm': x · weight without the norm's factor; 'gated': heads of 128, RMSNorm(x) · weight · silu(gate); 'quantize': as it is; 'copy': x are records already; 'heads': so too, but their scales want the factor of a norm over heads of 128, whose sums of squares of each run of 32 are at `gate`; 'rest512': as 'copy' for one token, but of the last 512 numbers the gates, then the ups are at `gate`, as floats. A barrier must follow"""
+    """Device functions (before, fill) for a block of `threads`; `before(weight, w)` loads into w (`stage_vectors` × 4 floats), `fill(spot, partial,
+    x, gate, gate_stride, w)` leaves `tokens` records at `spot` in shared memory and, for 'norm', each warp's sum of squares in partial[token, warp].
+    'norm': x · weight without the norm's factor; 'gated': heads of 128, RMSNorm(x) · weight · silu(gate); 'quantize': as it is; 'copy': x are records
+    already; 'heads': so too, but their scales want the factor of a norm over heads of 128, whose sums of squares of each run of 32 are at `gate`;
+    'rest512': as 'copy' for one token, but of the last 512 numbers the gates, then the ups are at `gate`, as floats. A barrier must follow"""
     every, stride = -(-columns // (4 * threads)), record_bytes(columns)
     together = max(1, min(tokens, 8 // every))               # tokens whose loads go out at once
     held, rest = (together * every, 4), int(stage[4:]) if stage.startswith('rest') else 0
@@ -37,7 +42,8 @@ def fat_stage(stage, columns, tokens, eps, threads):
     @cuda.jit(device=True)
     def load_rows(v, x, stride, first):
         for t in range(together):
-            for i in range(every): load_into(v, t * every + i, x + 4 * (np.int64(min(first + t, tokens - 1)) * stride + min(4 * (i * threads + cuda.threadIdx.x), columns - 4)))
+            for i in range(every):
+                load_into(v, t * every + i, x + 4 * (np.int64(min(first + t, tokens - 1)) * stride + min(4 * (i * threads + cuda.threadIdx.x), columns - 4)))
 
     @cuda.jit(device=True)
     def no_weight(weight, w): pass
@@ -85,8 +91,11 @@ def fat_stage(stage, columns, tokens, eps, threads):
             for t in range(together):
                 for i in range(every):                       # a warp holds one head: 32 lanes of four
                     at, column = t * every + i, np.int64(4 * (i * threads + cuda.threadIdx.x))
-                    scale = root_reciprocal(warp_sum(v[at, 0] * v[at, 0] + v[at, 1] * v[at, 1] + v[at, 2] * v[at, 2] + v[at, 3] * v[at, 3], 32) * np.float32(1 / 128) + np.float32(eps))
-                    quantize_four_staged(spot + min(first + t, tokens - 1) * stride, columns, column, v[at, 0] * scale * w[0, 0] * silu(z[at, 0]), v[at, 1] * scale * w[0, 1] * silu(z[at, 1]), v[at, 2] * scale * w[0, 2] * silu(z[at, 2]), v[at, 3] * scale * w[0, 3] * silu(z[at, 3]))
+                    scale = root_reciprocal(warp_sum(v[at, 0] * v[at, 0] + v[at, 1] * v[at, 1] + v[at, 2] * v[at, 2] + v[at, 3] * v[at, 3],
+                                                     32) * np.float32(1 / 128) + np.float32(eps))
+                    quantize_four_staged(spot + min(first + t, tokens - 1) * stride, columns, column, v[at, 0] * scale * w[0, 0] * silu(z[at, 0]),
+                                         v[at, 1] * scale * w[0, 1] * silu(z[at, 1]), v[at, 2] * scale * w[0, 2] * silu(z[at, 2]),
+                                         v[at, 3] * scale * w[0, 3] * silu(z[at, 3]))
     @cuda.jit(device=True)
     def heads(spot, partial, x, gate, gate_stride, w):
         runs, at = columns // 32, np.int64(16 * cuda.threadIdx.x)
@@ -113,9 +122,11 @@ def fat_stage(stage, columns, tokens, eps, threads):
         copy_to_stage(spot, x, stride)
         cuda.syncthreads()
         for i in range(rest_turns):
-            quantize_four_staged(spot, columns, np.int64(columns - rest + 4 * (i * threads + cuda.threadIdx.x)), silu(v[i, 0]) * u[i, 0], silu(v[i, 1]) * u[i, 1], silu(v[i, 2]) * u[i, 2], silu(v[i, 3]) * u[i, 3])
+            quantize_four_staged(spot, columns, np.int64(columns - rest + 4 * (i * threads + cuda.threadIdx.x)), silu(v[i, 0]) * u[i, 0],
+                                 silu(v[i, 1]) * u[i, 1], silu(v[i, 2]) * u[i, 2], silu(v[i, 3]) * u[i, 3])
     if rest: return no_weight, rest_of
-    fill, before = dict(heads=(heads, no_weight), copy=(copy, no_weight), quantize=(quantize, no_weight), norm=(norm, norm_weight), gated=(gated, head_weight))[stage]
+    fill, before = dict(heads=(heads, no_weight), copy=(copy, no_weight), quantize=(quantize, no_weight), norm=(norm, norm_weight),
+                        gated=(gated, head_weight))[stage]
     return before, fill
 
 # %% ../../nbs/cuda/02_fused.ipynb #9fe04809
@@ -150,7 +161,8 @@ def prefetch_share(address, nbytes):
 # %% ../../nbs/cuda/02_fused.ipynb #5fdcfec9
 @lru_cache(None)
 def rows_beside(name, columns, factor, chunk=2):
-    "A device function: a warp's rows of a second matrix of another kind, from number `row` on in steps of all warps, times the same records. None: there is none"
+    """A device function: a warp's rows of a second matrix of another kind, from number `row` on in steps of all warps, times the same records. None:
+    there is none"""
     if name is None:
         @cuda.jit(device=True)
         def nothing(row, low, high, scale, extra, spot, partial, y, rows): pass
@@ -183,8 +195,12 @@ def rows_beside(name, columns, factor, chunk=2):
 # %% ../../nbs/cuda/02_fused.ipynb #6dbf4ef7
 @lru_cache(None)
 def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=False, eps=1e-6, block=512, buffers=1, resident=1, beside=None, registers=None):
-    """y[t, row] (+)= W[row] · stage(x[t]), for kinds that are multiplied as integers. Arguments: the four planes, x, weight, gate, y (tokens, y_stride) float32, a range (address, bytes) to ask into the second cache meanwhile, the four planes of a second matrix of kind `beside` and the address of its answers (None: not looked at), a range of this matrix to ask into the second cache while the stage is made, y_stride, gate_stride (floats from one token's gate to the next), rows of W, rows of the second matrix.
-    rows_each: rows that a group of lanes works on at once; chunk: units of each that it asks for at once; buffers: 1, or 2 where a chunk is a whole row; resident: blocks that a multiprocessor must hold; registers: how many a thread may have, instead. Launch through `fat_gemv`"""
+    """y[t, row] (+)= W[row] · stage(x[t]), for kinds that are multiplied as integers. Arguments: the four planes, x, weight, gate, y (tokens,
+    y_stride) float32, a range (address, bytes) to ask into the second cache meanwhile, the four planes of a second matrix of kind `beside` and the
+    address of its answers (None: not looked at), a range of this matrix to ask into the second cache while the stage is made, y_stride, gate_stride
+    (floats from one token's gate to the next), rows of W, rows of the second matrix.
+    rows_each: rows that a group of lanes works on at once; chunk: units of each that it asks for at once; buffers: 1, or 2 where a chunk is a whole
+    row; resident: blocks that a multiprocessor must hold; registers: how many a thread may have, instead. Launch through `fat_gemv`"""
     kind, rows = KINDS[name], rows_each
     lanes, row_units = lanes_for(kind, columns), columns // kind.unit
     steps, parts, warps = row_units // lanes, 32 // lanes, block // 32
@@ -198,11 +214,14 @@ def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=
     others = rows_beside(beside, columns, factor if normed else None)
     assert (buffers == 1 or units == steps) and (beside is None or tokens == 1 and lanes == 32)
 
-    def fat(low, high, scale, extra, x, weight, gate, y, ahead, ahead_bytes, low_b, high_b, scale_b, extra_b, y_b, soon, soon_bytes, y_stride, gate_stride, num_rows, rows_b):
+    def fat(low, high, scale, extra, x, weight, gate, y, ahead, ahead_bytes, low_b, high_b, scale_b, extra_b, y_b, soon, soon_bytes, y_stride, gate_stride,
+            num_rows, rows_b):
         launch_dependents()
-        raw, other, total, w, s = cuda.local.array(held, np.uint32), cuda.local.array(held_too, np.uint32), cuda.local.array(answers, np.float32), cuda.local.array(kept, np.float32), cuda.local.array(tokens, np.float32)
+        raw, other, total, w, s = (cuda.local.array(held, np.uint32), cuda.local.array(held_too, np.uint32), cuda.local.array(answers, np.float32),
+                                   cuda.local.array(kept, np.float32), cuda.local.array(tokens, np.float32))
         lane, part, warp = np.int32(cuda.threadIdx.x & (lanes - 1)), np.int32((cuda.threadIdx.x & 31) // lanes), np.int32(cuda.threadIdx.x >> 5)
-        item, step, last = np.int32(warp * cuda.gridDim.x + cuda.blockIdx.x), np.int32(warps * cuda.gridDim.x), np.int32(num_rows - rows)      # 32 bits are enough, and half of the registers
+        # 32 bits are enough, and half of the registers
+        item, step, last = np.int32(warp * cuda.gridDim.x + cuda.blockIdx.x), np.int32(warps * cuda.gridDim.x), np.int32(num_rows - rows)
         items = np.int32(((num_rows + rows - 1) // rows + parts - 1) // parts)
         fetch(raw, low, high, scale, extra, unit_at(begin(item, part, last), lane), np.int64(0))
         if two: fetch(other, low, high, scale, extra, unit_at(begin(np.int32(item + step), part, last), lane), np.int64(0))
@@ -258,23 +277,31 @@ def fat_kernel(name, columns, tokens=1, rows_each=1, chunk=8, stage='norm', add=
                     if factored: value *= load_f32(extra + 4 * np.int64(row + r))
                     at = y + 4 * (np.int64(t) * y_stride + row + r)
                     if not add: store_f32(at, value)
-                    elif row + r >= own: add_f32(at, value)                          # the last group may repeat rows of the one before; what is added must be added once
-    return Kernel(fat, *[types.int64] * 17, *[types.int32] * 4, name=f'fat_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}_b{block}x{resident}_{buffers}_{eps}{"_" + beside if beside else ""}{f"_g{registers}" if registers else ""}', bounds=(block, resident), registers=registers, chained=True)
+                    # the last group may repeat rows of the one before; what is added must be added once
+                    elif row + r >= own: add_f32(at, value)
+    return Kernel(fat, *[types.int64] * 17, *[types.int32] * 4,
+                  name=f'fat_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}_b{block}x{resident}_{buffers}_{eps}{"_" + beside if beside else ""}{f"_g{registers}" if registers else ""}', bounds=(block, resident), registers=registers, chained=True)
 
 # %% ../../nbs/cuda/02_fused.ipynb #73515150
 def fat_rule(kind, rows, columns, tokens=1):
-    "How `fat_gemv` launches, from what was measured: rows for each warp at once, units of each, threads of a block, blocks, how many of them a multiprocessor holds, buffers; soon: MB of its own next rows that it asks into the second cache while it makes the stage"
+    """How `fat_gemv` launches, from what was measured: rows for each warp at once, units of each, threads of a block, blocks, how many of them a
+    multiprocessor holds, buffers; soon: MB of its own next rows that it asks into the second cache while it makes the stage"""
     steps = columns // kind.unit // lanes_for(kind, columns)
     one = dict(rows_each=1, blocks=132, resident=1, buffers=1)
     if tokens > 1: return one | dict(chunk=min(4, steps) if tokens > 2 else min(8, steps), block=512, blocks=264)
     if steps <= 2: return one | dict(rows_each=2, chunk=steps, block=512, buffers=2, soon=2)
-    if rows <= 132 * 16 and steps < 9: return one | dict(chunk=4, block=512, registers=88)      # beside one there is room for a block of linear attention, or of the router
-    if rows <= 6144: return one | dict(chunk=4 if steps < 9 else 6, block=512 if rows <= 132 * 16 else 640, soon=2)      # 5,120 rows are two rounds of 20 warps, 2.4 of 16
+    # beside one there is room for a block of linear attention, or of the router
+    if rows <= 132 * 16 and steps < 9: return one | dict(chunk=4, block=512, registers=88)
+    # 5,120 rows are two rounds of 20 warps, 2.4 of 16
+    if rows <= 6144: return one | dict(chunk=4 if steps < 9 else 6, block=512 if rows <= 132 * 16 else 640, soon=2)
     return one | dict(chunk=3, block=1024, soon=9)
 
-def fat_gemv(matrix, x, y, y_stride=None, tokens=1, stage='norm', weight=0, gate=0, gate_stride=None, add=False, eps=1e-6, ahead=(0, 0), beside=None, stream=None, dependent=True, **options):
-    "y (tokens, y_stride) float32 (+)= W · stage(x), addresses; ahead: (address, bytes) of what the next kernel reads first; beside: (matrix of another kind, address of its answers), see `fits_beside`; options: instead of what `fat_rule` says"
-    if tokens * record_bytes(matrix.columns) > STAGE_BYTES: raise UnsupportedError(f'{tokens} rows of {matrix.columns} activations do not fit into shared memory')
+def fat_gemv(matrix, x, y, y_stride=None, tokens=1, stage='norm', weight=0, gate=0, gate_stride=None, add=False, eps=1e-6, ahead=(0, 0), beside=None,
+             stream=None, dependent=True, **options):
+    """y (tokens, y_stride) float32 (+)= W · stage(x), addresses; ahead: (address, bytes) of what the next kernel reads first; beside: (matrix of
+    another kind, address of its answers), see `fits_beside`; options: instead of what `fat_rule` says"""
+    if tokens * record_bytes(matrix.columns) > STAGE_BYTES:
+        raise UnsupportedError(f'{tokens} rows of {matrix.columns} activations do not fit into shared memory')
     rule = fat_rule(matrix.kind, matrix.rows, matrix.columns, tokens)
     if 'block' in options or 'resident' in options: rule.pop('registers', None)      # it was right for the rule's own
     rule |= options
@@ -282,15 +309,19 @@ def fat_gemv(matrix, x, y, y_stride=None, tokens=1, stage='norm', weight=0, gate
     items = -(-matrix.rows // (each * (32 // lanes_for(matrix.kind, matrix.columns))))
     blocks = min(rule['blocks'], -(-items // (block // 32)))
     other, target = beside or (None, 0)
-    asked = rule['buffers'] * blocks * block // 32 * (32 // lanes_for(matrix.kind, matrix.columns)) * each      # rows whose beginning is asked for before the wait
+    # rows whose beginning is asked for before the wait
+    asked = rule['buffers'] * blocks * block // 32 * (32 // lanes_for(matrix.kind, matrix.columns)) * each
     row_bytes = 16 * matrix.columns // matrix.kind.unit
     soon = matrix.addresses[0] + asked * row_bytes, max(0, min(int(1e6 * rule.get('soon', 0)), (matrix.rows - asked) * row_bytes)) // 256 * 256
-    fat_kernel(matrix.kind.name, matrix.columns, tokens, each, rule['chunk'], stage, add, eps, block, rule['buffers'], rule['resident'], other and other.kind.name, rule.get('registers')).launch(
-        blocks, block, *matrix.addresses, x, weight, gate, y, *ahead, *(other.addresses if other else (0,) * 4), target, *soon, y_stride or matrix.rows, gate_stride or matrix.columns, matrix.rows, other.rows if other else 0, stream=stream, dependent=dependent)
+    fat_kernel(matrix.kind.name, matrix.columns, tokens, each, rule['chunk'], stage, add, eps, block, rule['buffers'], rule['resident'],
+               other and other.kind.name, rule.get('registers')).launch(
+        blocks, block, *matrix.addresses, x, weight, gate, y, *ahead, *(other.addresses if other else (0,) * 4), target, *soon, y_stride or matrix.rows,
+        gate_stride or matrix.columns, matrix.rows, other.rows if other else 0, stream=stream, dependent=dependent)
 
 def fits_beside(matrix, other):
     "Whether a launch for `matrix` may also do the rows of `other`: a few, which the warps that are left over in the last round take"
-    return matrix.kind.rounded and other.kind.rounded and matrix.columns == other.columns and lanes_for(matrix.kind, matrix.columns) == 32 and 8 * other.rows <= matrix.rows
+    return (matrix.kind.rounded and other.kind.rounded and matrix.columns == other.columns and lanes_for(matrix.kind, matrix.columns) == 32
+            and 8 * other.rows <= matrix.rows)
 
 # %% ../../nbs/cuda/02_fused.ipynb #swiglu02
 SWIGLU_BLOCKS, SWIGLU_THREADS = 132, 896
@@ -302,8 +333,10 @@ def swiglu_rest(width, blocks=SWIGLU_BLOCKS):
 # %% ../../nbs/cuda/02_fused.ipynb #7fc7f035
 @lru_cache(None)
 def fat_swiglu_kernel(name, columns, width, chunk=3, eps=1e-6, blocks=SWIGLU_BLOCKS, block=SWIGLU_THREADS):
-    """The record of silu(gate · x) · (up · x), x = RMSNorm(h), of one token; its last `swiglu_rest` numbers not, but their gates, then their ups, as floats. W: `width` rows of gate, then of up.
-    Arguments: four planes, h, norm weight, record, rest (2 · swiglu_rest) float32, a range (address, bytes) to ask into the second cache. Launch with `blocks` blocks of `block` threads"""
+    """The record of silu(gate · x) · (up · x), x = RMSNorm(h), of one token; its last `swiglu_rest` numbers not, but their gates, then their ups, as
+    floats. W: `width` rows of gate, then of up.
+    Arguments: four planes, h, norm weight, record, rest (2 · swiglu_rest) float32, a range (address, bytes) to ask into the second cache. Launch with
+    `blocks` blocks of `block` threads"""
     kind, row_units, rounds, rest_rows, warps = KINDS[name], columns // 32, width // (32 * blocks), 2 * swiglu_rest(width, blocks), block // 32
     steps, first_rest, to_up = row_units // 32, 32 * rounds * blocks, width * row_units
     units, words, kept = min(chunk, steps), record_bytes(columns) // 4, (stage_vectors('norm', columns, block), 4)
@@ -373,14 +406,17 @@ def fat_swiglu_kernel(name, columns, width, chunk=3, eps=1e-6, blocks=SWIGLU_BLO
         if warp < rounds:
             four = made + 256 * np.int64(warp) + 16 * (lane & 7)
             v, u = load_f32x4_staged(four), load_f32x4_staged(four + 128)
-            quantize_four(record, width, 32 * (np.int64(warp) * blocks + cuda.blockIdx.x) + 4 * np.int64(lane) if lane < 8 else np.int64(width), silu(v[0]) * u[0], silu(v[1]) * u[1], silu(v[2]) * u[2], silu(v[3]) * u[3])
-    return Kernel(fat_swiglu, *[types.int64] * 10, types.int32, name=f'fat_swiglu_{name}_{columns}_{width}_c{chunk}_b{blocks}x{block}_{eps}', bounds=(block, 1), chained=True)
+            quantize_four(record, width, 32 * (np.int64(warp) * blocks + cuda.blockIdx.x) + 4 * np.int64(lane) if lane < 8 else np.int64(width),
+                          silu(v[0]) * u[0], silu(v[1]) * u[1], silu(v[2]) * u[2], silu(v[3]) * u[3])
+    return Kernel(fat_swiglu, *[types.int64] * 10, types.int32, name=f'fat_swiglu_{name}_{columns}_{width}_c{chunk}_b{blocks}x{block}_{eps}',
+                  bounds=(block, 1), chained=True)
 
 # %% ../../nbs/cuda/02_fused.ipynb #b175d56b
 def swiglu_fits(matrix):
     "Whether `fat_swiglu` takes this matrix (rows of gate, then as many of up)"
     rounds, whole = matrix.rows // (64 * SWIGLU_BLOCKS), lanes_for(matrix.kind, matrix.columns) == 32 and matrix.rows % 64 == 0
-    return matrix.kind.rounded and matrix.kind.extra != (4, 0) and whole and 0 < rounds <= SWIGLU_THREADS // 32 and record_bytes(matrix.columns) + 256 * rounds + 128 <= STAGE_BYTES
+    return (matrix.kind.rounded and matrix.kind.extra != (4, 0) and whole and 0 < rounds <= SWIGLU_THREADS // 32 and record_bytes(matrix.columns) + 256 * rounds
+            + 128 <= STAGE_BYTES)
 
 def fat_swiglu(matrix, h, weight, record, left, eps=1e-6, ahead=(0, 0), stream=None, dependent=True, **options):
     "See `fat_swiglu_kernel`. → the stage with which `fat_gemv` reads the record, `left` given as its gate"

@@ -13,7 +13,8 @@ from numba import cuda
 from numba.cuda import types
 from .graphs import Kernel
 from .linear import quantize_four, record_bytes, silu
-from .ptx import as_float, as_word, exp2, launch_dependents, load_f32, load_f32x4_staged, load_u32, load_u32_staged, reciprocal, root_reciprocal, shared_address, shuffle_from, store_f32, store_u32_staged, wait_for_previous, warp_sum
+from .ptx import (as_float, as_word, exp2, launch_dependents, load_f32, load_f32x4_staged, load_u32, load_u32_staged, reciprocal,
+                                 root_reciprocal, shared_address, shuffle_from, store_f32, store_u32_staged, wait_for_previous, warp_sum)
 
 # %% ../../nbs/cuda/04_gated_deltanet.ipynb #recur002
 COLUMNS = 32        # of a head's state in one block
@@ -21,7 +22,8 @@ COLUMNS = 32        # of a head's state in one block
 # %% ../../nbs/cuda/04_gated_deltanet.ipynb #417c63c3
 @lru_cache(None)
 def recurrence(key_dim, eps):
-    "Device functions (unit, gates, turn, total) for a block of 2 · key_dim threads, a warp for each group of key_dim / groups rows of the state, a lane for each of 32 columns"
+    """Device functions (unit, gates, turn, total) for a block of 2 · key_dim threads, a warp for each group of key_dim / groups rows of the state, a
+    lane for each of 32 columns"""
     groups, each, scale = 2 * key_dim // 32, key_dim // 32, np.float32(key_dim ** -.5)
     depth = key_dim // groups
 
@@ -48,7 +50,8 @@ def recurrence(key_dim, eps):
 
     @cuda.jit(device=True)
     def turn(S, both, value, forget, beta, sums, answers, thread):
-        "S: this thread's rows of its column, in registers; both: query, then key, in shared memory; value: of this column. A barrier, then `total` has the answer"
+        """S: this thread's rows of its column, in registers; both: query, then key, in shared memory; value: of this column. A barrier, then `total`
+        has the answer"""
         queries, recalled, answer = both + 4 * depth * (thread >> 5), np.float32(0), np.float32(0)
         keys = queries + 4 * key_dim
         for i in range(0, depth, 4):
@@ -71,12 +74,16 @@ def recurrence(key_dim, eps):
 # %% ../../nbs/cuda/04_gated_deltanet.ipynb #a5fe9733
 @lru_cache(None)
 def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, eps=1e-6, noted=False):
-    """One token of each sequence. Arguments: x (sequences, x_stride) float32, rows [q | k | v | … ], where a and b begin in a row (floats), conv weights (taps, channels), decay (Hv), dt (Hv),
-    ring (slots, taps, channels), state (slots, Hv, key_dim, value_dim), slot of each sequence (int32), position of each sequence (int32), out (sequences, Hv · value_dim), norm weight (value_dim), squares (sequences, Hv · value_dim / 32); x_stride, place of a, of b, of z.
-    noted: `out` becomes records of answer · weight · silu(z), and `squares` the sum of the answer's squares in each run of 32, from which the stage 'heads' of the next matrix makes the norm's factor (else neither is looked at).
+    """One token of each sequence. Arguments: x (sequences, x_stride) float32, rows [q | k | v | … ], where a and b begin in a row (floats), conv
+    weights (taps, channels), decay (Hv), dt (Hv),
+    ring (slots, taps, channels), state (slots, Hv, key_dim, value_dim), slot of each sequence (int32), position of each sequence (int32), out
+    (sequences, Hv · value_dim), norm weight (value_dim), squares (sequences, Hv · value_dim / 32); x_stride, place of a, of b, of z.
+    noted: `out` becomes records of answer · weight · silu(z), and `squares` the sum of the answer's squares in each run of 32, from which the stage
+    'heads' of the next matrix makes the norm's factor (else neither is looked at).
     Launch with sequences · Hv · value_dim / COLUMNS blocks of 2 · key_dim threads. tiled: value head h uses key head h mod Hk, else h // (Hv / Hk)"""
     threads, channels, parts = 2 * key_dim, 2 * key_heads * key_dim + value_heads * value_dim, value_dim // COLUMNS
-    groups, shared_by, terms, runs, stride = threads // COLUMNS, value_heads // key_heads, 2 * taps, value_heads * value_dim // 32, record_bytes(value_heads * value_dim)
+    groups, shared_by, terms, runs, stride = (threads // COLUMNS, value_heads // key_heads, 2 * taps, value_heads * value_dim // 32,
+                                              record_bytes(value_heads * value_dim))
     warps, depth, (unit, gates, turn, whole) = threads // 32, key_dim // groups, recurrence(key_dim, eps)
     assert value_dim % COLUMNS == 0 and key_dim % groups == 0 and key_dim % 32 == 0
 
@@ -122,7 +129,8 @@ def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, e
         if noted: factor = load_f32(weight + 4 * column)
         wait_for_previous()
         if noted: z = load_f32(row + 4 * (place_z + head * value_dim + column))
-        raw, raw_v, a, b = load_f32(row + 4 * channel), load_f32(row + 4 * channel_v), load_f32(row + 4 * (place_a + head)) + bias, load_f32(row + 4 * (place_b + head))
+        raw, raw_v, a, b = (load_f32(row + 4 * channel), load_f32(row + 4 * channel_v), load_f32(row + 4 * (place_a + head)) + bias,
+                            load_f32(row + 4 * (place_b + head)))
         value = convolved(raw, taken, position)
         if own: store_f32(kept + 4 * (position % taps * channels + channel), raw)
         if thread < COLUMNS:
@@ -144,6 +152,9 @@ def delta_step_kernel(key_heads, value_heads, key_dim, value_dim, taps, tiled, e
         "A warp rounds its run of 32; the scale is that of a norm whose factor is 1"
         total, value, first = warp_sum(answer * answer, 32), answer * factor, 4 * (lane & 7)
         if lane == 0: store_f32(squares_at + 4 * (sequence * runs + run), total)
-        a, b, c, d = shuffle_from(value, np.uint32(first)), shuffle_from(value, np.uint32(first + 1)), shuffle_from(value, np.uint32(first + 2)), shuffle_from(value, np.uint32(first + 3))
+        a, b, c, d = (shuffle_from(value, np.uint32(first)), shuffle_from(value, np.uint32(first + 1)), shuffle_from(value, np.uint32(first + 2)),
+                      shuffle_from(value, np.uint32(first + 3)))
         quantize_four(record, 32 * runs, 32 * run + first if lane < 8 else np.int64(32 * runs), a, b, c, d)
-    return Kernel(delta_step, *[types.int64] * 11, *[types.int32] * 4, name=f'delta_step_{key_heads}_{value_heads}_{key_dim}_{value_dim}_{taps}_{int(tiled)}{int(noted)}_{eps}', bounds=(threads, 3 if noted else 4), apart=True)
+    return Kernel(delta_step, *[types.int64] * 11, *[types.int32] * 4,
+                  name=f'delta_step_{key_heads}_{value_heads}_{key_dim}_{value_dim}_{taps}_{int(tiled)}{int(noted)}_{eps}',
+                  bounds=(threads, 3 if noted else 4), apart=True)

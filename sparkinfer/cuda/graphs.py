@@ -51,7 +51,8 @@ def cards() -> tuple:
     except (CudaError, RuntimeError) as error: raise CudaError(NO_DRIVER) from error
     def one(number):
         device, kind = checked(functions.cuDeviceGet(number), 'finding a device'), functions.CUdevice_attribute
-        capability = tuple(int(checked(functions.cuDeviceGetAttribute(a, device), 'asking a device')) for a in (kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR))
+        capability = tuple(int(checked(functions.cuDeviceGetAttribute(a, device), 'asking a device'))
+                           for a in (kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR))
         return Card(number, checked(functions.cuDeviceGetName(256, device), 'asking a device').split(b'\0')[0].decode(errors='replace'), capability)
     return tuple(map(one, range(checked(functions.cuDeviceGetCount(), 'counting devices'))))
 
@@ -77,8 +78,10 @@ def taken_card() -> int | None:
 def use_card(number: int):
     "This process computes on card `number`. CudaError when there is none of this number, or when it computes on another one already"
     found = cards()
-    if not 0 <= number < len(found): raise CudaError(f'there is no cuda:{number}; this machine has {plural(len(found), "card")}: {", ".join(map(str, found)) or "none"}')
-    if _Taken.number not in (None, number): raise CudaError(f'cuda:{number} was asked for, and this process computes on {found[_Taken.number]}: another card needs a process of its own')
+    if not 0 <= number < len(found):
+        raise CudaError(f'there is no cuda:{number}; this machine has {plural(len(found), "card")}: {", ".join(map(str, found)) or "none"}')
+    if _Taken.number not in (None, number):
+        raise CudaError(f'cuda:{number} was asked for, and this process computes on {found[_Taken.number]}: another card needs a process of its own')
     _Taken.number = number
 
 def driver():
@@ -159,12 +162,15 @@ def code_folder():
     return kernel_roots()[0]/hashlib.sha256(made_by.encode()).hexdigest()[:20]/'cuda'
 
 # %% ../../nbs/cuda/07_graphs.ipynb #apart002
-ROOM = 132 << 10        # bytes of a multiprocessor's memory that the kernels of a step have as shared memory, or all that can be: what is left, 124 KB on an H200, is where loads arrive
+# bytes of a multiprocessor's memory that the kernels of a step have as shared memory, or all that can be: what is left, 124 KB on an H200, is where loads
+# arrive
+ROOM = 132 << 10
 BLOCK_RESERVE = 1024    # what the driver takes of it for each block
 SPARE = 2048            # so much more than too much a block asks for: three of 44.25 KB were seen on a multiprocessor that should have had 132
 
 def spread_bytes(grid: int, multiprocessors: int, room: int, own: int) -> int:
-    "Bytes to add to a block that uses `own` bytes of shared memory, so that a multiprocessor with `room` bytes holds its share of `grid` blocks and not one more; 0 where blocks are too many or too large for that"
+    """Bytes to add to a block that uses `own` bytes of shared memory, so that a multiprocessor with `room` bytes holds its share of `grid` blocks and
+    not one more; 0 where blocks are too many or too large for that"""
     share = -(-grid // multiprocessors)
     total = room // (share + 1) + SPARE                                              # with what the driver takes
     return max(0, total - BLOCK_RESERVE - own) // 16 * 16 if share * total <= room else 0
@@ -173,7 +179,8 @@ def spread_bytes(grid: int, multiprocessors: int, room: int, own: int) -> int:
 def room_of(number: int) -> tuple:
     "(multiprocessors of a card, bytes of each that the kernels of a step have as shared memory, bytes that could be)"
     functions = driver()
-    ask = lambda name: int(checked(functions.cuDeviceGetAttribute(getattr(functions.CUdevice_attribute, f'CU_DEVICE_ATTRIBUTE_{name}'), checked(functions.cuDeviceGet(number), 'finding a device')), 'asking a device'))
+    ask = lambda name: int(checked(functions.cuDeviceGetAttribute(getattr(functions.CUdevice_attribute, f'CU_DEVICE_ATTRIBUTE_{name}'),
+                                                                  checked(functions.cuDeviceGet(number), 'finding a device')), 'asking a device'))
     most = ask('MAX_SHARED_MEMORY_PER_MULTIPROCESSOR')
     return ask('MULTIPROCESSOR_COUNT'), min(ROOM, most), most
 
@@ -181,10 +188,14 @@ def room_of(number: int) -> tuple:
 class _Instead: handle = None           # (kernel, grid, block) → the handle that a launch takes for the kernel's own: how `cuda.trace` looks on
 
 class Kernel:
-    """A kernel of scalar arguments. function: Python, for Numba; arguments: Numba types (int64 addresses, int32 counts, float32 numbers); name: unique, and says every constant that the function was made with;
-    bounds: (threads of a block, blocks that a multiprocessor must hold), from which the assembler knows how many registers it may use; registers: how many at most, instead; chained: see `ROOM`; apart: chained, and its blocks are spread over the card"""
-    def __init__(self, function, *arguments, name: str | None = None, bounds: tuple | None = None, registers: int | None = None, chained: bool = False, apart: bool = False):
-        self.function, self.arguments, self.name, self.bounds, self.registers, self.chained, self.apart = function, arguments, name or function.__name__, bounds, registers, chained or apart, apart
+    """A kernel of scalar arguments. function: Python, for Numba; arguments: Numba types (int64 addresses, int32 counts, float32 numbers); name:
+    unique, and says every constant that the function was made with;
+    bounds: (threads of a block, blocks that a multiprocessor must hold), from which the assembler knows how many registers it may use; registers: how
+    many at most, instead; chained: see `ROOM`; apart: chained, and its blocks are spread over the card"""
+    def __init__(self, function, *arguments, name: str | None = None, bounds: tuple | None = None, registers: int | None = None, chained: bool = False,
+                 apart: bool = False):
+        self.function, self.arguments, self.name, self.bounds, self.registers, self.chained, self.apart = (function, arguments, name or function.__name__,
+                                                                                                           bounds, registers, chained or apart, apart)
         self.signature, self._handle, self._padding = types.void(*arguments), None, {}
 
     def ptx(self, capability=(9, 0)) -> str:
@@ -214,21 +225,26 @@ class Kernel:
             functions, image = driver(), ctypes.create_string_buffer(self.image(device_capability()))
             self._module = checked(functions.cuModuleLoadData(ctypes.addressof(image)), f'loading {self.name}')
             self._handle = checked(functions.cuModuleGetFunction(self._module, b'kernel'), f'finding {self.name}')
-            if self.chained: checked(functions.cuFuncSetAttribute(self._handle, functions.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100 * room_of(taken_card())[1] // room_of(taken_card())[2]), f'dividing memory for {self.name}')
+            if self.chained:
+                checked(functions.cuFuncSetAttribute(self._handle, functions.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT,
+                                                     100 * room_of(taken_card())[1] // room_of(taken_card())[2]), f'dividing memory for {self.name}')
         return self._handle
 
     def padding(self, grid: int) -> int:
         "Bytes of shared memory that a launch of `grid` blocks asks for beyond its own, to keep them apart"
         if grid not in self._padding:
             functions, (many, room, _) = driver(), room_of(taken_card())
-            own = checked(functions.cuFuncGetAttribute(functions.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self.handle), f'asking for the memory of {self.name}')
+            own = checked(functions.cuFuncGetAttribute(functions.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, self.handle),
+                          f'asking for the memory of {self.name}')
             waves = self.bounds is not None and -(-grid // many) > self.bounds[1]    # more than fit at once: they are spread as room appears
             self._padding[grid] = 0 if waves else spread_bytes(grid, many, room, own)
-            checked(functions.cuFuncSetAttribute(self.handle, functions.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, max(self._padding.values())), f'taking memory for {self.name}')
+            checked(functions.cuFuncSetAttribute(self.handle, functions.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                                 max(self._padding.values())), f'taking memory for {self.name}')
         return self._padding[grid]
 
     def launch(self, grid: int, block: int, *values, stream=None, dependent: bool = False):
-        "Launch `grid` blocks of `block` threads on a `Stream` (None: the default one). dependent: may start before the kernel ahead of it has ended; it must call `wait_for_previous`"
+        """Launch `grid` blocks of `block` threads on a `Stream` (None: the default one). dependent: may start before the kernel ahead of it has
+        ended; it must call `wait_for_previous`"""
         if len(values) != len(self.arguments): raise TypeError(f'{self.name} takes {len(self.arguments)} arguments, not {len(values)}')
         if isinstance(stream, Rehearsal): return stream.kernels.setdefault(self.name, self)
         if stream is not None: stream.launched += 1
@@ -243,7 +259,8 @@ class Kernel:
             attribute.id, attribute.value = functions.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value
             config.attrs, config.numAttrs = [attribute], 1
         numbers = tuple(float(v) if t == types.float32 else int(v) for v, t in zip(values, self.arguments))
-        checked(functions.cuLaunchKernelEx(config, _Instead.handle(self, grid, block) if _Instead.handle else self.handle, (numbers, tuple(C_TYPES[t] for t in self.arguments)), 0), f'launching {self.name}')
+        checked(functions.cuLaunchKernelEx(config, _Instead.handle(self, grid, block) if _Instead.handle else self.handle,
+                                           (numbers, tuple(C_TYPES[t] for t in self.arguments)), 0), f'launching {self.name}')
 
 def _simulate(kernel, grid, block, values, stream):
     if stream is not None and stream.recording is not None: stream.recording.append((kernel, grid, block, values))
@@ -259,7 +276,8 @@ class Rehearsal:
 
 # %% ../../nbs/cuda/07_graphs.ipynb #9912e510
 def kernel_worker():
-    "A process that makes machine code. Its input: a pickle of (module, function, arguments, capability), where the function gives {name: Kernel}, then a name in each line. It answers each with a line: nothing, or what went wrong"
+    """A process that makes machine code. Its input: a pickle of (module, function, arguments, capability), where the function gives {name: Kernel},
+    then a name in each line. It answers each with a line: nothing, or what went wrong"""
     module, function, arguments, capability = pickle.load(sys.stdin.buffer)
     answers, sys.stdout = sys.stdout, sys.stderr
     kernels = getattr(importlib.import_module(module), function)(*arguments)
@@ -273,10 +291,12 @@ class Workers:
     "`kernel_worker`s that take names from a list until it is empty or one has failed"
     def __init__(self, names, recipe, capability, report):
         self.names, self.recipe, self.report, self.problems = list(names)[::-1], (*recipe, capability), report, []
-        self.environment = os.environ | dict(PYTHONPATH=os.pathsep.join(p for p in sys.path if p), CUDA_VISIBLE_DEVICES='')      # no context for each on the card
+        # no context for each on the card
+        self.environment = os.environ | dict(PYTHONPATH=os.pathsep.join(p for p in sys.path if p), CUDA_VISIBLE_DEVICES='')
 
     def drive(self, number):
-        with subprocess.Popen([sys.executable, '-c', 'from sparkinfer.cuda.graphs import kernel_worker; kernel_worker()'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=self.environment) as child:
+        with subprocess.Popen([sys.executable, '-c', 'from sparkinfer.cuda.graphs import kernel_worker; kernel_worker()'], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, bufsize=0, env=self.environment) as child:
             told = pickle.dumps(self.recipe)
             while not self.problems:
                 try: name = self.names.pop()
@@ -296,12 +316,14 @@ class Workers:
 
 # %% ../../nbs/cuda/07_graphs.ipynb #2fbdec0c
 def make_kernels(kernels, recipe, capability, report=lambda name, seconds: None, processes=None) -> int:
-    """Make the machine code of those of `kernels` {name: Kernel} that have none on the disk; → how many. recipe: (module, function, arguments) by which another process gets the same kernels; report(name, None) when one begins,
+    """Make the machine code of those of `kernels` {name: Kernel} that have none on the disk; → how many. recipe: (module, function, arguments) by
+    which another process gets the same kernels; report(name, None) when one begins,
     report(name, seconds) when it is there, from several threads. SparkinferError when one cannot be made"""
     missing = [name for name, kernel in kernels.items() if read_kernel(kernel.path(capability)) is None]
     if not missing: return 0
     from sparkinfer.measure.speed import cpu_count, memory_available
-    workers, count = Workers(missing, recipe, capability, report), min(processes or cpu_count(), 16, len(missing), max(1, memory_available() // (500 << 20)))        # each takes a third of a gigabyte
+    # each takes a third of a gigabyte
+    workers, count = Workers(missing, recipe, capability, report), min(processes or cpu_count(), 16, len(missing), max(1, memory_available() // (500 << 20)))
     with ThreadPoolExecutor(count) as pool:
         try: list(pool.map(workers.drive, range(count)))
         finally: workers.names.clear()                                               # Ctrl-C: no further one is begun
@@ -318,7 +340,8 @@ class Stream:
         if not SIMULATED: checked(driver().cuStreamSynchronize(self.handle), 'waiting for a stream')
 
     def fork(self):
-        "A stream whose work may run beside what follows here, from this point on; `join` before another fork. The first launch on it must not be `dependent`. In the simulator: this stream"
+        """A stream whose work may run beside what follows here, from this point on; `join` before another fork. The first launch on it must not be
+        `dependent`. In the simulator: this stream"""
         if SIMULATED: return self
         if self.side is None:
             self.side = Stream()
@@ -344,7 +367,8 @@ class Graph:
 
     @contextmanager
     def record(self):
-        "What is launched on the stream inside is recorded, not run. Relaxed: a kernel may be loaded meanwhile, and Python may free a buffer; in the stricter modes either spoils the recording"
+        """What is launched on the stream inside is recorded, not run. Relaxed: a kernel may be loaded meanwhile, and Python may free a buffer; in the
+        stricter modes either spoils the recording"""
         if SIMULATED:
             self.stream.recording = self.nodes
             yield self.stream

@@ -21,8 +21,11 @@ from numba.cuda import types
 from ..errors import UnsupportedError
 from ..formats.blocks import fields, quant_type, scales_and_minima
 from .graphs import Buffer, Kernel
-from .ptx import (as_float, bits_and, bits_or, bits_xor, byte_permute, copies_begun, copy16_async, dp4a, e4m3_to_halves, exp2, half_to_float, halves_to_floats, launch_dependents, load16, load16_once, load16_staged, load2_once,
-                                 load4_once, load8_once, load_f32, load_f32x2, load_f32x2_staged, load_f32x4, load_f32x4_staged, load_u32, reciprocal, round_to_int, shared_address, shift_left, shift_right, shuffle_xor, shuffle_xor_int, store_f32, store_f32x2, store_f32x2_staged, store_u32, store_u32_staged, wait_for_copies, wait_for_previous, warp_sum)
+from .ptx import (as_float, bits_and, bits_or, bits_xor, byte_permute, copies_begun, copy16_async, dp4a, e4m3_to_halves, exp2, half_to_float,
+                                 halves_to_floats, launch_dependents, load16, load16_once, load16_staged, load2_once,
+                                 load4_once, load8_once, load_f32, load_f32x2, load_f32x2_staged, load_f32x4, load_f32x4_staged, load_u32, reciprocal,
+                                 round_to_int, shared_address, shift_left, shift_right, shuffle_xor, shuffle_xor_int, store_f32, store_f32x2,
+                                 store_f32x2_staged, store_u32, store_u32_staged, wait_for_copies, wait_for_previous, warp_sum)
 
 # %% ../../nbs/cuda/01_linear.ipynb #47bf5f4f
 def record_bytes(columns):
@@ -59,7 +62,8 @@ def _rounding(store_word, store_pair, place=_plain_place):
     "`quantize_four` for memory or for shared memory"
     @cuda.jit(device=True)
     def quantize_four(record, columns, column, v0, v1, v2, v3):
-        "Eight neighbouring lanes round one run of 32: each brings four floats, at `column` (a multiple of 4). All 32 lanes of a warp must call it; lanes whose `column` is not below `columns` store nothing"
+        """Eight neighbouring lanes round one run of 32: each brings four floats, at `column` (a multiple of 4). All 32 lanes of a warp must call it;
+        lanes whose `column` is not below `columns` store nothing"""
         largest = max(max(abs(v0), abs(v1)), max(abs(v2), abs(v3)))
         for mask in range(3): largest = max(largest, shuffle_xor(largest, np.uint32(1 << mask)))
         inverse = np.float32(0)
@@ -75,7 +79,8 @@ def _rounding(store_word, store_pair, place=_plain_place):
                 store_pair(record + columns + (column >> 2), scale, scale * np.float32(total))
     return quantize_four
 
-quantize_four, quantize_four_staged, quantize_four_tiled = _rounding(store_u32, store_f32x2), _rounding(store_u32_staged, store_f32x2_staged), _rounding(store_u32, store_f32x2, _tiled_place)
+quantize_four, quantize_four_staged, quantize_four_tiled = (_rounding(store_u32, store_f32x2), _rounding(store_u32_staged, store_f32x2_staged),
+                                                            _rounding(store_u32, store_f32x2, _tiled_place))
 
 # %% ../../nbs/cuda/01_linear.ipynb #6fa3d073
 def _quantize_rows(x, records, columns):
@@ -93,7 +98,8 @@ quantize_rows = Kernel(_quantize_rows, types.int64, types.int64, types.int32, na
 # %% ../../nbs/cuda/01_linear.ipynb #6dcd9522
 @dataclass(frozen=True)
 class Kind:
-    "How a type is laid out. unit: weights for each 16 bytes of `low`; high, scale, extra: bytes of the other planes for `span` of those, as (bytes, units), where units 0 means: a row"
+    """How a type is laid out. unit: weights for each 16 bytes of `low`; high, scale, extra: bytes of the other planes for `span` of those, as (bytes,
+    units), where units 0 means: a row"""
     name: str
     unit: int
     high: int = 0
@@ -106,7 +112,8 @@ class Kind:
 
 KINDS = {k.name: k for k in (
     Kind('Q8_0', 32, 16, (2, 1), words=9), Kind('Q4_K', 32, 0, (16, 8), words=8, minimum=True), Kind('Q5_K', 32, 4, (16, 8), words=9, minimum=True),
-    Kind('Q6_K', 32, 8, (2, 1), (2, 8), words=8, halves=True), Kind('Q4_1', 32, 0, (4, 1), words=5, minimum=True), Kind('NVFP4', 32, 0, (2, 1), (4, 0), words=5, halves=True),
+    Kind('Q6_K', 32, 8, (2, 1), (2, 8), words=8, halves=True), Kind('Q4_1', 32, 0, (4, 1), words=5, minimum=True),
+    Kind('NVFP4', 32, 0, (2, 1), (4, 0), words=5, halves=True),
     Kind('BF16', 8, rounded=False), Kind('F16', 8, rounded=False), Kind('F32', 4, rounded=False), Kind('FP8', 16, extra=(4, 0), rounded=False))}
 KIND_OF = {name: name for name in KINDS} | {'Q4_0': 'Q4_1'}
 
@@ -128,14 +135,16 @@ def nibble_pairs(codes):
     return (pairs[..., 0, :] | pairs[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
 
 def spread_bits(codes, width):
-    "codes: (rows, 32 · units) of `width` bits (1 or 2) → 4 · width bytes a unit: weight 16h + 4c + b is in byte b of its word, at bit 4h + c (width 1), or in word h at bits 2c, 2c + 1 (width 2)"
+    """codes: (rows, 32 · units) of `width` bits (1 or 2) → 4 · width bytes a unit: weight 16h + 4c + b is in byte b of its word, at bit 4h + c (width
+    1), or in word h at bits 2c, 2c + 1 (width 2)"""
     four = codes.reshape(len(codes), -1, 2, 4, 4)
     at = np.arange(4, dtype=np.uint8)[:, None] * np.uint8(width)
     words = np.bitwise_or.reduce(four << at, axis=3)                                 # (rows, units, 2, 4 bytes)
     return (words if width == 2 else words[:, :, 0] | words[:, :, 1] << 4).reshape(len(codes), -1)
 
 def k_header(blocks):
-    "The 16 first bytes of a Q4_K or Q5_K block → d, dmin, then low nibbles of 8 scales, of 8 minima, and the high bit pairs of both: digit j of each word belongs to unit j. (n, 144 or 176) → (n, 16) uint8"
+    """The 16 first bytes of a Q4_K or Q5_K block → d, dmin, then low nibbles of 8 scales, of 8 minima, and the high bit pairs of both: digit j of
+    each word belongs to unit j. (n, 144 or 176) → (n, 16) uint8"""
     scales, minima = (part.astype(np.uint32) for part in scales_and_minima(blocks[:, 4:16]))
     at = np.arange(0, 32, 4, dtype=np.uint32)
     words = [np.bitwise_or.reduce(part << at, axis=1) for part in (scales & 15, minima & 15, scales >> 4 | minima >> 4 << 2)]
@@ -169,19 +178,24 @@ def _pack_nvfp4(blocks, rows, factor):
     return (words[:, :, 0] | words[:, :, 1] << 16).astype('<u4'), b'', scales, np.broadcast_to(np.float32(factor), (rows,))
 
 PACKERS = {
-    'Q8_0': lambda b, rows, factor: _pack_q8_0(b, rows), 'Q4_K': lambda b, rows, factor: _pack_k(b, rows, False), 'Q5_K': lambda b, rows, factor: _pack_k(b, rows, True),
-    'Q6_K': lambda b, rows, factor: _pack_q6_k(b, rows), 'Q4_0': lambda b, rows, factor: _pack_q4(b, rows, False), 'Q4_1': lambda b, rows, factor: _pack_q4(b, rows, True), 'NVFP4': _pack_nvfp4,
-    'FP8': lambda b, rows, factor: (b, b'', b'', np.broadcast_to(np.float32(factor), (rows,))), **dict.fromkeys(('F32', 'F16', 'BF16'), lambda b, rows, factor: (b, b'', b'', b''))}
+    'Q8_0': lambda b, rows, factor: _pack_q8_0(b, rows), 'Q4_K': lambda b, rows, factor: _pack_k(b, rows, False),
+    'Q5_K': lambda b, rows, factor: _pack_k(b, rows, True),
+    'Q6_K': lambda b, rows, factor: _pack_q6_k(b, rows), 'Q4_0': lambda b, rows, factor: _pack_q4(b, rows, False),
+    'Q4_1': lambda b, rows, factor: _pack_q4(b, rows, True), 'NVFP4': _pack_nvfp4,
+    'FP8': lambda b, rows, factor: (b, b'', b'', np.broadcast_to(np.float32(factor), (rows,))),
+    **dict.fromkeys(('F32', 'F16', 'BF16'), lambda b, rows, factor: (b, b'', b'', b''))}
 
 # %% ../../nbs/cuda/01_linear.ipynb #55a46540
 def pack(type_name, data, rows, columns, factor=1.0):
-    """One matrix as its four planes, flat uint8 arrays. data: uint8, the file's bytes, row after row; factor: what every weight is multiplied by (NVFP4 and FP8 only), one number or one for each row.
+    """One matrix as its four planes, flat uint8 arrays. data: uint8, the file's bytes, row after row; factor: what every weight is multiplied by
+    (NVFP4 and FP8 only), one number or one for each row.
     UnsupportedError for a type without a kernel, or columns that are not whole units and blocks."""
     kind = kind_of(type_name)
     block, nbytes = (1, 1) if type_name == 'FP8' else (quant_type(type_name).block_size, quant_type(type_name).block_bytes)
     if columns % max(block, kind.unit): raise UnsupportedError(f'a row of {columns} weights of type {type_name} is not a multiple of {max(block, kind.unit)}')
     blocks = np.ascontiguousarray(data).reshape(rows * columns // block, nbytes)
-    planes = [np.frombuffer(p, np.uint8) if isinstance(p, bytes) else np.ascontiguousarray(p).reshape(-1).view(np.uint8) for p in PACKERS[type_name](blocks, rows, factor)]
+    planes = [np.frombuffer(p, np.uint8) if isinstance(p, bytes) else np.ascontiguousarray(p).reshape(-1).view(np.uint8)
+              for p in PACKERS[type_name](blocks, rows, factor)]
     assert tuple(len(p) for p in planes) == plane_bytes(kind, rows, columns), 'a plane of another size than the kernels expect'
     return planes
 
@@ -294,7 +308,8 @@ def fetch_nvfp4(raw, u, low, high, scale, extra, index, more):
 def _signed_sizes(codes):
     "Four codes of E2M1 in the low 16 bits → four signed bytes, twice the values. No code may be −0"
     size = byte_permute(np.uint32(0x03020100), np.uint32(0x0c080604), bits_and(codes, np.uint32(0x7777)))
-    sign = bits_and(byte_permute(np.uint32(0x80808080), np.uint32(0x80808080), codes), np.uint32(0x01010101))        # a digit of 8 or more asks for the sign of 0x80: all ones
+    # a digit of 8 or more asks for the sign of 0x80: all ones
+    sign = bits_and(byte_permute(np.uint32(0x80808080), np.uint32(0x80808080), codes), np.uint32(0x01010101))
     return np.uint32(bits_xor(size, np.uint32(sign * np.uint32(255))) + sign)
 
 @cuda.jit(device=True)
@@ -305,7 +320,8 @@ def unpack_nvfp4(raw, u, index, q, s):
     both = halves_to_floats(e4m3_to_halves(np.uint16(raw[u, 4])))
     s[0], s[1] = both[0] * np.float32(.5), both[1] * np.float32(.5)
 
-ROUNDED = {'Q8_0': (fetch_q8_0, unpack_q8_0), 'Q4_K': (fetch_q4_k, unpack_q4_k), 'Q5_K': (fetch_q5_k, unpack_q5_k), 'Q6_K': (fetch_q6_k, unpack_q6_k), 'Q4_1': (fetch_q4_1, unpack_q4_1), 'NVFP4': (fetch_nvfp4, unpack_nvfp4)}
+ROUNDED = {'Q8_0': (fetch_q8_0, unpack_q8_0), 'Q4_K': (fetch_q4_k, unpack_q4_k), 'Q5_K': (fetch_q5_k, unpack_q5_k), 'Q6_K': (fetch_q6_k, unpack_q6_k),
+           'Q4_1': (fetch_q4_1, unpack_q4_1), 'NVFP4': (fetch_nvfp4, unpack_nvfp4)}
 
 # %% ../../nbs/cuda/01_linear.ipynb #504f1128
 def lanes_for(kind, columns):
@@ -339,7 +355,8 @@ def unit_dot(name, columns, staged):
 # %% ../../nbs/cuda/01_linear.ipynb #de09e744
 @lru_cache(None)
 def rounded_chunk(name, columns, tokens, rows, units, staged, row_step=None):
-    "(fetch, compute) of `units` units of each of `rows` rows by a lane, for rounded activations; the rows are `row_step` units apart (None: neighbours). Device functions for `gemv_kernel`"
+    """(fetch, compute) of `units` units of each of `rows` rows by a lane, for rounded activations; the rows are `row_step` units apart (None:
+    neighbours). Device functions for `gemv_kernel`"""
     kind, (fetch_unit, unpack) = KINDS[name], ROUNDED[name]
     lanes, stride, dot_unit = lanes_for(kind, columns), record_bytes(columns), unit_dot(name, columns, staged)
     step = row_step or columns // kind.unit
@@ -424,12 +441,14 @@ def block_sum(value, partial):
     return total
 
 @cuda.jit(device=True)
-def silu(v): return v * reciprocal(np.float32(1) + exp2(np.float32(-1.4426950408889634) * v))       # two special instructions where exp and a division are thirty
+# two special instructions where exp and a division are thirty
+def silu(v): return v * reciprocal(np.float32(1) + exp2(np.float32(-1.4426950408889634) * v))
 
 # %% ../../nbs/cuda/01_linear.ipynb #d12fdab4
 @lru_cache(None)
 def stage_function(stage, columns, tokens, rounded, eps, threads, shared=True, tiled=False):
-    """A device function (target, partial, x, weight, gate, piece) that a block of `threads` calls to make what the matrix meets: in shared memory all of it (piece 0), or in memory the piece of 1024 columns of that number. A barrier must follow.
+    """A device function (target, partial, x, weight, gate, piece) that a block of `threads` calls to make what the matrix meets: in shared memory all
+    of it (piece 0), or in memory the piece of 1024 columns of that number. A barrier must follow.
     All loads go out before the first is used: their number is known here, and the wait for the second cache is paid once, not for each."""
     stride = record_bytes(columns) if rounded else 4 * columns
     round_four, store_pair = (quantize_four_staged, store_f32x2_staged) if shared else (quantize_four_tiled if tiled else quantize_four, store_f32x2)
@@ -502,7 +521,8 @@ def stage_function(stage, columns, tokens, rounded, eps, threads, shared=True, t
                 t, column = spot(min(batch * at_once + i, tokens * turns - 1), piece)
                 mean = warp_sum(v[i, 0] * v[i, 0] + v[i, 1] * v[i, 1] + v[i, 2] * v[i, 2] + v[i, 3] * v[i, 3], 32) / np.float32(128)
                 scale = np.float32(1) / math.sqrt(mean + np.float32(eps))
-                keep(target, t, column, v[i, 0] * scale * w[0] * silu(z[i, 0]), v[i, 1] * scale * w[1] * silu(z[i, 1]), v[i, 2] * scale * w[2] * silu(z[i, 2]), v[i, 3] * scale * w[3] * silu(z[i, 3]))
+                keep(target, t, column, v[i, 0] * scale * w[0] * silu(z[i, 0]), v[i, 1] * scale * w[1] * silu(z[i, 1]), v[i, 2] * scale * w[2] * silu(z[i, 2]),
+                     v[i, 3] * scale * w[3] * silu(z[i, 3]))
 
     @cuda.jit(device=True)
     def swiglu(target, partial, x, weight, gate, piece):
@@ -516,7 +536,8 @@ def stage_function(stage, columns, tokens, rounded, eps, threads, shared=True, t
 # %% ../../nbs/cuda/01_linear.ipynb #0776c636
 @lru_cache(None)
 def stage_kernel(stage, columns, rounded=True, eps=1e-6):
-    "A stage as a kernel of its own, for matrices of so many blocks that each doing it costs more than a launch. Arguments: x, weight, gate, target (tokens of records or floats). Launch through `prepare`"
+    """A stage as a kernel of its own, for matrices of so many blocks that each doing it costs more than a launch. Arguments: x, weight, gate, target
+    (tokens of records or floats). Launch through `prepare`"""
     fill, pieces, stride = stage_function(stage, columns, 1, rounded, eps, 256, False), -(-columns // 1024), record_bytes(columns) if rounded else 4 * columns
     wide = 2 if stage == 'swiglu' else 1
 
@@ -539,7 +560,8 @@ CHUNK = 4           # units that a lane has in flight for each row; more need re
 # %% ../../nbs/cuda/01_linear.ipynb #c28f0cb0
 @lru_cache(None)
 def gemv_kernel(name, columns, tokens=1, rows_each=1, chunk=CHUNK, stage='direct', add=False, eps=1e-6, block=128):
-    """y[t, row] = W[row] · stage(x[t]) for `tokens` (1–8) rows of activations. Arguments: the four planes, x, the norm's weight and the gate's address (0 where the stage has none), y (tokens, y_stride) float32, y_stride, number of rows of W.
+    """y[t, row] = W[row] · stage(x[t]) for `tokens` (1–8) rows of activations. Arguments: the four planes, x, the norm's weight and the gate's
+    address (0 where the stage has none), y (tokens, y_stride) float32, y_stride, number of rows of W.
     rows_each: how many rows of W a group of lanes works on at once; add: y += instead; block: threads in a block. Launch through `gemv`."""
     kind, rows = KINDS[name], rows_each
     lanes, row_units = lanes_for(kind, columns), columns // kind.unit
@@ -576,7 +598,8 @@ def gemv_kernel(name, columns, tokens=1, rows_each=1, chunk=CHUNK, stage='direct
             fetch_rest(raw, low, high, scale, extra, first, unit)
             compute_rest(raw, x, unit, total)
         _finish(total, rows, tokens, lanes, lane, min(row, np.int64(num_rows - rows)), row, row < num_rows, extra, factored, add, y, y_stride)
-    return Kernel(gemv, *[types.int64] * 8, types.int32, types.int32, name=f'gemv_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}_b{block if staged and stage != "copy" else 0}_{eps}')
+    return Kernel(gemv, *[types.int64] * 8, types.int32, types.int32,
+                  name=f'gemv_{name}_{columns}_t{tokens}_r{rows}_c{chunk}_{stage}{"_add" if add else ""}_b{block if staged and stage != "copy" else 0}_{eps}')
 
 # %% ../../nbs/cuda/01_linear.ipynb #f077f5c6
 @cuda.jit(device=True)
@@ -593,15 +616,19 @@ def _finish(total, rows, tokens, lanes, lane, row, own, inside, extra, factored,
                 if factored: value *= load_f32(extra + 4 * (row + r))
                 at = y + 4 * (np.int64(t) * y_stride + row + r)
                 if not add: store_f32(at, value)
-                elif row + r >= own: store_f32(at, load_f32(at) + value)              # the last group may repeat rows of the one before; what is added must be added once
+                # the last group may repeat rows of the one before; what is added must be added once
+                elif row + r >= own: store_f32(at, load_f32(at) + value)
 
 # %% ../../nbs/cuda/01_linear.ipynb #8e37202e
 def launch_rule(kind, rows, columns, tokens=1):
-    "How many rows a group of lanes takes (`rows_each`), units in flight for each (`chunk`), whether activations go through shared memory (`stage`), threads in a block"
+    """How many rows a group of lanes takes (`rows_each`), units in flight for each (`chunk`), whether activations go through shared memory (`stage`),
+    threads in a block"""
     steps = columns // kind.unit // lanes_for(kind, columns)
     few = rows <= 6144
     fits = tokens * (record_bytes(columns) if kind.rounded else 4 * columns) <= STAGE_BYTES
-    if tokens > 1: return dict(rows_each=(2 if tokens == 2 else 4) if kind.rounded else 1 if kind.name == 'FP8' else 2, chunk=1 if tokens > 2 and kind.rounded else 2, stage='copy' if fits else 'direct', block=128)
+    if tokens > 1:
+        return dict(rows_each=(2 if tokens == 2 else 4) if kind.rounded else 1 if kind.name == 'FP8' else 2, chunk=1 if tokens > 2 and kind.rounded else 2,
+                    stage='copy' if fits else 'direct', block=128)
     if 4 < steps <= 8 and not few: return dict(rows_each=1, chunk=8, stage='direct', block=128)
     return dict(rows_each=2, chunk=8 if rows <= 1024 else CHUNK, stage='copy' if few and columns <= 8192 else 'direct', block=128)
 
@@ -610,16 +637,20 @@ def gemv_arguments(kind, rows, columns, tokens=1, **options):
     rule = launch_rule(kind, rows, columns, tokens) | options
     fits = tokens * (record_bytes(columns) if kind.rounded else 4 * columns) <= STAGE_BYTES
     if not fits and rule['stage'] == 'copy': rule['stage'] = 'direct'
-    if not fits and rule['stage'] != 'direct': raise UnsupportedError(f'{tokens} rows of {columns} activations do not fit into shared memory: run the stage by itself (`prepare`)')
-    return (kind.name, columns, tokens, min(rule['rows_each'], rows), rule['chunk'], rule['stage'], rule.get('add', False), rule.get('eps', 1e-6), rule['block']), rule['block']
+    if not fits and rule['stage'] != 'direct':
+        raise UnsupportedError(f'{tokens} rows of {columns} activations do not fit into shared memory: run the stage by itself (`prepare`)')
+    return (kind.name, columns, tokens, min(rule['rows_each'], rows), rule['chunk'], rule['stage'], rule.get('add', False), rule.get('eps', 1e-6),
+            rule['block']), rule['block']
 
 def gemv(matrix, x, y, y_stride=None, tokens=1, stream=None, dependent=True, weight=0, gate=0, **options):
-    """y (tokens, y_stride) float32 = W · stage(x). x, y, weight, gate: addresses, see the stages; y_stride: floats from one token's answer to the next (None: the rows of W);
+    """y (tokens, y_stride) float32 = W · stage(x). x, y, weight, gate: addresses, see the stages; y_stride: floats from one token's answer to the
+    next (None: the rows of W);
     options: `stage`, `add`, `eps`, and instead of what `launch_rule` says `rows_each`, `chunk`, `block`"""
     arguments, block = gemv_arguments(matrix.kind, matrix.rows, matrix.columns, tokens, **options)
     groups = -(-matrix.rows // arguments[3])
     blocks = -(-groups * lanes_for(matrix.kind, matrix.columns) // block)
-    gemv_kernel(*arguments).launch(blocks, block, *matrix.addresses, x, weight, gate, y, y_stride or matrix.rows, matrix.rows, stream=stream, dependent=dependent)
+    gemv_kernel(*arguments).launch(blocks, block, *matrix.addresses, x, weight, gate, y, y_stride or matrix.rows, matrix.rows, stream=stream,
+                                   dependent=dependent)
 
 # %% ../../nbs/cuda/01_linear.ipynb #53649bcb
 @lru_cache(None)

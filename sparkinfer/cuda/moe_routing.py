@@ -15,7 +15,8 @@ from numba.cuda import types
 from .graphs import Kernel
 from .fused import fat_stage, norm_factor
 from .linear import KINDS, ROUNDED, lanes_for, quantize_four, record_bytes, rounded_chunk, silu, unit_dot
-from .ptx import (add_f32, as_float, as_word, copies_begun, copy16_async, launch_dependents, load_f32, load_f32x4, reciprocal, root_reciprocal, shared_address, store_f32, store_u32,
+from .ptx import (add_f32, as_float, as_word, copies_begun, copy16_async, launch_dependents, load_f32, load_f32x4, reciprocal, root_reciprocal,
+                                 shared_address, store_f32, store_u32,
                                  wait_for_copies, wait_for_previous, warp_max_word, warp_min_word, warp_sum)
 
 # %% ../../nbs/cuda/05_moe_routing.ipynb #e3290aca
@@ -33,7 +34,8 @@ def unordered(word):
 # %% ../../nbs/cuda/05_moe_routing.ipynb #082644d8
 @lru_cache(None)
 def chooser(experts, chosen, normalise):
-    "Device functions (read, next, choose): `read(scores, keys, lane)` into a lane's keys; `next(keys, lane)` → (word of the best score left, its number), struck out; `choose(keys, lane)` → (number, share) of the expert that a lane below `chosen` keeps"
+    """Device functions (read, next, choose): `read(scores, keys, lane)` into a lane's keys; `next(keys, lane)` → (word of the best score left, its
+    number), struck out; `choose(keys, lane)` → (number, share) of the expert that a lane below `chosen` keeps"""
     per = experts // 32
 
     @cuda.jit(device=True)
@@ -77,7 +79,8 @@ ROUTER_ROWS = 3                 # of the router in a block
 # %% ../../nbs/cuda/05_moe_routing.ipynb #0fa96046
 @lru_cache(None)
 def router_kernel(hidden, experts, tokens=1, eps=1e-6):
-    """scores = router · norm(h), for `tokens` (up to 8) rows a block. Arguments: router (experts + 1, hidden) float32, norm weight, h (rows, hidden), scores (rows, experts + 1).
+    """scores = router · norm(h), for `tokens` (up to 8) rows a block. Arguments: router (experts + 1, hidden) float32, norm weight, h (rows, hidden),
+    scores (rows, experts + 1).
     Launch with `router_blocks` blocks of 512 threads"""
     every, lines = -(-hidden // (4 * THREADS)), -(-(experts + 1) // ROUTER_ROWS)
     held, row_shape, board, answers, all_held = (every, 4), (ROUTER_ROWS * every, 4), ((ROUTER_ROWS + 1) * tokens, 32), ROUTER_ROWS + 1, (tokens * every, 4)
@@ -121,7 +124,8 @@ def router_kernel(hidden, experts, tokens=1, eps=1e-6):
             t, r = i // ROUTER_ROWS, i % ROUTER_ROWS
             squares = warp_sum(partial[(ROUTER_ROWS + 1) * t + ROUTER_ROWS, lane] if lane < WARPS else np.float32(0), 32)
             product = warp_sum(partial[(ROUTER_ROWS + 1) * t + r, lane] if lane < WARPS else np.float32(0), 32)
-            if lane == 0 and first + r <= experts: store_f32(scores + 4 * (t * (experts + 1) + first + r), product * root_reciprocal(squares * np.float32(1 / hidden) + np.float32(eps)))
+            if lane == 0 and first + r <= experts:
+                store_f32(scores + 4 * (t * (experts + 1) + first + r), product * root_reciprocal(squares * np.float32(1 / hidden) + np.float32(eps)))
     return Kernel(router, *[types.int64] * 4, name=f'router_{hidden}_{experts}_t{tokens}_{eps}', bounds=(THREADS, 2), apart=True)
 
 # %% ../../nbs/cuda/05_moe_routing.ipynb #507f88dd
@@ -160,12 +164,16 @@ def pair_tools(name, hidden, width, eps):
 # %% ../../nbs/cuda/05_moe_routing.ipynb #5c204a96
 @lru_cache(None)
 def experts_up_kernel(name, shared_name, hidden, width, experts, chosen, shared, eps=1e-6):
-    """silu(gate · x) · (up · x) of the chosen experts and of the shared one (`shared`: its width, 0 for none, or equal to `width`), x = norm(h). Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), four of the shared expert, norm weight, h (tokens, hidden), scores (tokens, experts + 1),
+    """silu(gate · x) · (up · x) of the chosen experts and of the shared one (`shared`: its width, 0 for none, or equal to `width`), x = norm(h).
+    Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), four of the shared expert, norm weight, h (tokens, hidden),
+    scores (tokens, experts + 1),
     middles: records (tokens, chosen + 1). Launch right behind the router with `up_blocks` blocks of 512 threads"""
     read, best_left, _ = chooser(experts, chosen, True)
-    (load, compute, finish, raw_shape), (load_shared, compute_shared, _, shared_shape) = pair_tools(name, hidden, width, eps), pair_tools(shared_name, hidden, width, eps)
+    (load, compute, finish, raw_shape), (load_shared, compute_shared, _, shared_shape) = (pair_tools(name, hidden, width, eps),
+                                                                                          pair_tools(shared_name, hidden, width, eps))
     before, fill = fat_stage('norm', hidden, 1, eps, THREADS)
-    words, per, blocks, stride, kept, row_units = record_bytes(hidden) // 4, experts // 32, width // 32, record_bytes(width), (-(-hidden // (4 * THREADS)), 4), hidden // 32
+    words, per, blocks, stride, kept, row_units = (record_bytes(hidden) // 4, experts // 32, width // 32, record_bytes(width), (-(-hidden // (4 * THREADS)), 4),
+                                                   hidden // 32)
     assert experts % 32 == 0 and shared in (0, width)
 
     def experts_up(low, high, scale, extra, low_s, high_s, scale_s, extra_s, weight, h, scores, middles):
@@ -208,7 +216,8 @@ def experts_up_kernel(name, shared_name, hidden, width, experts, chosen, shared,
             compute(other, spot, squares, numbers, 2 * warp + 1, lane)
         cuda.syncthreads()
         finish(numbers, middles + (token * (chosen + 1) + slot) * stride, 32 * run, lane, warp)
-    return Kernel(experts_up, *[types.int64] * 12, name=f'experts_up_{name}_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}_{eps}', bounds=(THREADS, 2), chained=True)
+    return Kernel(experts_up, *[types.int64] * 12, name=f'experts_up_{name}_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}_{eps}',
+                  bounds=(THREADS, 2), chained=True)
 
 def up_blocks(width, chosen, shared, tokens):
     "Blocks of a launch of `experts_up_kernel`"
@@ -231,7 +240,8 @@ def down_fits(width, chosen, shared):
 @lru_cache(None)
 def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, shared, normalise=True):
     """h += Σ weight · (down of the chosen expert · its middle) + sigmoid(the last score) · (down of the shared one · its middle).
-    Arguments: four planes of the stack (each expert: `hidden` rows), four planes of the shared expert, middles: records (tokens, chosen + 1), scores (tokens, experts + 1), h (tokens, hidden), and who was asked, for the host: ids (tokens, chosen) int32, weights (tokens, chosen) float32.
+    Arguments: four planes of the stack (each expert: `hidden` rows), four planes of the shared expert, middles: records (tokens, chosen + 1), scores
+    (tokens, experts + 1), h (tokens, hidden), and who was asked, for the host: ids (tokens, chosen) int32, weights (tokens, chosen) float32.
     Launch right behind `experts_up_kernel` with tokens · hidden / 16 blocks of 512 threads"""
     kind, (fetch_unit, unpack), dot_unit = KINDS[name], ROUNDED[name], unit_dot(name, width, True)
     (fetch_shared, unpack_shared), dot_shared = ROUNDED[shared_name], unit_dot(shared_name, width, True)
@@ -251,14 +261,18 @@ def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, share
         lane, token = np.int64(cuda.threadIdx.x & 31), np.int64(cuda.blockIdx.x) // blocks
         row = np.int64(cuda.blockIdx.x) % blocks * DOWN_WARPS + (cuda.threadIdx.x >> 5)
         part, group = lane % lanes, lane // lanes
-        raw, raw_s, q, s = cuda.local.array(held, np.uint32), cuda.local.array(held_shared, np.uint32), cuda.local.array(8, np.uint32), cuda.local.array(3, np.float32)
+        raw, raw_s, q, s = (cuda.local.array(held, np.uint32), cuda.local.array(held_shared, np.uint32), cuda.local.array(8, np.uint32),
+                            cuda.local.array(3, np.float32))
         spot, total = shared_address(cuda.shared.array(stage_words, np.uint32)), np.float32(0)
         picked = cuda.shared.array(chosen, np.int32)
         shares = cuda.shared.array(middles, np.float32)
-        if cuda.threadIdx.x < 32: choose_all(scores + 4 * token * (experts + 1), picked, shares, cuda.blockIdx.x % blocks == 0, ids + 4 * token * chosen, weights + 4 * token * chosen, lane)
+        if cuda.threadIdx.x < 32:
+            choose_all(scores + 4 * token * (experts + 1), picked, shares, cuda.blockIdx.x % blocks == 0, ids + 4 * token * chosen,
+                       weights + 4 * token * chosen, lane)
         cuda.syncthreads()
         if shared > 0:
-            for i in range(shared_steps): fetch_shared(raw_s, i, low_s, high_s, scale_s, extra_s, row * units + min(lane + 32 * i, np.int64(units - 1)), np.int64(0))
+            for i in range(shared_steps):
+                fetch_shared(raw_s, i, low_s, high_s, scale_s, extra_s, row * units + min(lane + 32 * i, np.int64(units - 1)), np.int64(0))
         for i in range(turns):
             expert = np.int64(picked[min(i * groups + group, np.int64(chosen - 1))])
             for u in range(each): fetch_unit(raw, i * each + u, low, high, scale, extra, (expert * hidden + row) * units + part + lanes * u, np.int64(0))
@@ -296,4 +310,5 @@ def experts_down_kernel(name, shared_name, hidden, width, experts, chosen, share
             if noted:
                 store_u32(ids + 4 * lane, number)
                 store_f32(weights + 4 * lane, share)
-    return Kernel(experts_down, *[types.int64] * 13, name=f'experts_down_{name}_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}_{int(normalise)}', bounds=(32 * DOWN_WARPS, 32 // DOWN_WARPS), chained=True)
+    return Kernel(experts_down, *[types.int64] * 13, name=f'experts_down_{name}_{shared_name}_{hidden}_{width}_{experts}_{chosen}_{shared}_{int(normalise)}',
+                  bounds=(32 * DOWN_WARPS, 32 // DOWN_WARPS), chained=True)

@@ -55,14 +55,16 @@ def _call_ptx(code, result, arguments, effect):
 
 # %% ../../nbs/cuda/00_ptx.ipynb #9c5809b0
 def ptx(code, result, *arguments, effect=False):
-    "Decorator: in compiled kernels the function is the line of PTX `code` ($0 … are the results, then the arguments), in the simulator it is itself. result, arguments: Numba types"
+    """Decorator: in compiled kernels the function is the line of PTX `code` ($0 … are the results, then the arguments), in the simulator it is
+    itself. result, arguments: Numba types"""
     def wrap(twin):
         TWINS[twin.__name__] = twin
         if SIMULATED: return twin
         from numba.cuda.extending import intrinsic
         def definition(typingctx, *given): return result(*arguments), _call_ptx(code, result, arguments, effect)
         names = ['typingctx', *twin.__code__.co_varnames[:twin.__code__.co_argcount]]
-        definition.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])    # Numba looks here for the number of arguments
+        # Numba looks here for the number of arguments
+        definition.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
         definition.__name__ = definition.__qualname__ = twin.__name__
         definition.__doc__ = twin.__doc__
         return intrinsic(definition)
@@ -83,7 +85,8 @@ def _pretended_device(capability):
 def kernel_ptx(function, signature, capability=(9, 0)):
     "The PTX of a kernel, whose entry is called `kernel`. signature: a Numba signature, `void(int64, …)`; capability: (major, minor)"
     with _pretended_device(capability): code, _ = cuda.compile(function, signature, device=False, abi='numba', cc=capability)
-    code = re.sub(r'\.shared \.align \d+', '.shared .align 16', code)               # Numba aligns an array to its elements; vector loads and asynchronous copies want 16 bytes
+    # Numba aligns an array to its elements; vector loads and asynchronous copies want 16 bytes
+    code = re.sub(r'\.shared \.align \d+', '.shared .align 16', code)
     return code.replace(re.search(r'\.entry\s+([\w$]+)\s*\(', code)[1], 'kernel')
 
 # %% ../../nbs/cuda/00_ptx.ipynb #71b37e66
@@ -111,7 +114,8 @@ def machine_code(code, capability=(9, 0)) -> tuple:
         done = subprocess.run([ptxas_path(), '-v', f'-arch=sm_{capability[0]}{capability[1]}', '-o', str(target), str(source)], capture_output=True, text=True)
         if done.returncode: raise SparkinferError(f'ptxas: {done.stderr.strip()}')
         number = lambda pattern: sum(map(int, re.findall(pattern, done.stderr)))
-        return target.read_bytes(), Resources(number(r'Used (\d+) registers'), number(r'(\d+) bytes stack frame'), number(r'(\d+) bytes spill'), number(r'(\d+) bytes smem'))
+        return (target.read_bytes(),
+                Resources(number(r'Used (\d+) registers'), number(r'(\d+) bytes stack frame'), number(r'(\d+) bytes spill'), number(r'(\d+) bytes smem')))
 
 def assemble(code, capability=(9, 0)) -> Resources:
     "The resource report for PTX text"
@@ -464,25 +468,30 @@ def _own(C, c):
     g, t = _lane() // 4, _lane() % 4
     return tuple(C.dtype.type(C[g + 8 * (i // 2), 2 * t + i % 2] + c[i]) for i in range(4))
 
-@ptx('mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};', FLOATS4, *[u32] * 6, *[f32] * 4, effect=True)
+@ptx('mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};', FLOATS4, *[u32] * 6,
+     *[f32] * 4, effect=True)
 def mma_bf16(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
-    "A (16 × 16) · B (16 × 8) + C (16 × 8), bfloat16 in, float32 out. Lane 4g+t: a0–a3 rows g, g+8, g, g+8 at columns 2t, 2t, 2t+8, 2t+8; b0, b1 column g at rows 2t, 2t+8; c rows g, g, g+8, g+8"
+    """A (16 × 16) · B (16 × 8) + C (16 × 8), bfloat16 in, float32 out. Lane 4g+t: a0–a3 rows g, g+8, g, g+8 at columns 2t, 2t, 2t+8, 2t+8; b0, b1
+    column g at rows 2t, 2t+8; c rows g, g, g+8, g+8"""
     A, B = ((x.astype(np.uint32) << 16).view(np.float32) for x in _tiles(np.uint16, 2, (a0, a1, a2, a3), (b0, b1)))
     return _own(A @ B.T, (c0, c1, c2, c3))
 
-@ptx('mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};', FLOATS4, *[u32] * 6, *[f32] * 4, effect=True)
+@ptx('mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};', FLOATS4, *[u32] * 6,
+     *[f32] * 4, effect=True)
 def mma_f16(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
     "`mma_bf16` of halves"
     A, B = (x.view(np.float16).astype(np.float32) for x in _tiles(np.uint16, 2, (a0, a1, a2, a3), (b0, b1)))
     return _own(A @ B.T, (c0, c1, c2, c3))
 
-@ptx('mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};', types.UniTuple(i32, 4), *[u32] * 3, *[i32] * 4, effect=True)
+@ptx('mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};', types.UniTuple(i32, 4), *[u32] * 3,
+     *[i32] * 4, effect=True)
 def mma_int8_half(a0, a1, b0, c0, c1, c2, c3):
     "The first half of `mma_int8`: A (16 × 16), B (16 × 8)"
     A, B = _tiles(np.int8, 4, (a0, a1, np.uint32(0), np.uint32(0)), (b0, np.uint32(0)))
     return _own(A[:, :16].astype(np.int32) @ B[:, :16].astype(np.int32).T, (c0, c1, c2, c3))
 
-@ptx('mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};', types.UniTuple(i32, 4), *[u32] * 6, *[i32] * 4, effect=True)
+@ptx('mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};', types.UniTuple(i32, 4), *[u32] * 6,
+     *[i32] * 4, effect=True)
 def mma_int8(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
     "A (16 × 32) · B (32 × 8) + C (16 × 8), signed bytes in, int32 out; as `mma_bf16` with 4t for 2t and 16 for 8"
     A, B = _tiles(np.int8, 4, (a0, a1, a2, a3), (b0, b1))

@@ -21,21 +21,27 @@ from .graphs import Kernel
 from .linear import KINDS, ROUNDED, _keep, _signed_sizes, lanes_for, plane_bytes, quantize_spec, record_bytes, silu, stage_function
 from .gated_deltanet import recurrence
 from .moe_routing import chooser
-from .ptx import (add_f32, as_float, as_word, bits_and, bits_or, copies_begun, copy16_async, copy8_async, dp4a, e4m3_to_halves, exp2, half_to_float, halves_to_floats, launch_dependents, load16, load16_staged, load2_once, load8_staged, load_f32, load_f32x2, load_f32x4,
-                                 load_matrices, load_u32, load_u32_staged, mma_int8, mma_int8_half, reciprocal, round_to_int, shared_address, shift_left, shift_right, shuffle_from, shuffle_up, shuffle_xor, store_f32, store_u32, store_u32_staged, wait_for_all_but_one, wait_for_copies, wait_for_previous, warp_barrier, warp_max_word, warp_sum)
+from .ptx import (add_f32, as_float, as_word, bits_and, bits_or, copies_begun, copy16_async, copy8_async, dp4a, e4m3_to_halves, exp2,
+                                 half_to_float, halves_to_floats, launch_dependents, load16, load16_staged, load2_once, load8_staged, load_f32,
+                                 load_f32x2, load_f32x4,
+                                 load_matrices, load_u32, load_u32_staged, mma_int8, mma_int8_half, reciprocal, round_to_int, shared_address, shift_left,
+                                 shift_right, shuffle_from, shuffle_up, shuffle_xor, store_f32, store_u32, store_u32_staged, wait_for_all_but_one,
+                                 wait_for_copies, wait_for_previous, warp_barrier, warp_max_word, warp_sum)
 
 # %% ../../nbs/cuda/08_rows.ipynb #88fb5ec7
 def tiled_records_spec(x):
     "x: (tokens, columns) float32, columns a multiple of 64 → (tokens, record_bytes(columns)) uint8"
     q, scale, total = quantize_spec(x)
     out = np.zeros((len(x), record_bytes(x.shape[1])), np.uint8)
-    out[:, :x.shape[1]] = q.view(np.uint8).reshape(len(x), -1, 2, 2, 4, 4).transpose(0, 1, 4, 2, 3, 5).reshape(len(x), -1)        # pair of units, unit, half, lane, byte → pair, lane, unit, half, byte
+    # pair of units, unit, half, lane, byte → pair, lane, unit, half, byte
+    out[:, :x.shape[1]] = q.view(np.uint8).reshape(len(x), -1, 2, 2, 4, 4).transpose(0, 1, 4, 2, 3, 5).reshape(len(x), -1)
     out[:, x.shape[1]:][:, :x.shape[1] // 4] = np.stack([scale, total], axis=2).reshape(len(x), -1).view(np.uint8)
     return out
 
 @lru_cache(None)
 def round_rows_kernel(stage, columns, eps=1e-6):
-    "Rows through 'norm', 'gated', 'quantize' or 'swiglu' into tiled records. Arguments: x, weight, gate, records; x_stride, gate_stride (floats). Launch with rows · ⌈columns / 1024⌉ blocks of 256 threads"
+    """Rows through 'norm', 'gated', 'quantize' or 'swiglu' into tiled records. Arguments: x, weight, gate, records; x_stride, gate_stride (floats).
+    Launch with rows · ⌈columns / 1024⌉ blocks of 256 threads"""
     fill, pieces, stride = stage_function(stage, columns, 1, True, eps, 256, False, True), -(-columns // 1024), record_bytes(columns)
     assert columns % 64 == 0
 
@@ -49,7 +55,8 @@ def round_rows_kernel(stage, columns, eps=1e-6):
 
 def round_rows(stage, columns, x, records, rows, x_stride=None, weight=0, gate=0, gate_stride=0, eps=1e-6, stream=None, dependent=True):
     "Addresses of x (rows, x_stride) float32 and of the records to write"
-    round_rows_kernel(stage, columns, eps).launch(rows * -(-columns // 1024), 256, x, weight, gate, records, x_stride or columns * (2 if stage == 'swiglu' else 1), gate_stride, stream=stream, dependent=dependent)
+    round_rows_kernel(stage, columns, eps).launch(rows * -(-columns // 1024), 256, x, weight, gate, records,
+                                                  x_stride or columns * (2 if stage == 'swiglu' else 1), gate_stride, stream=stream, dependent=dependent)
 
 # %% ../../nbs/cuda/08_rows.ipynb #ba8da1e4
 UNITS = 4               # of each row in a stage
@@ -128,8 +135,10 @@ def tile_product(name, columns, tiles, groups):
         elif name == 'Q6_K':
             for i in range(2):
                 pair = load8_staged(place + high_at + 48 * (r + 8 * i) + 8 * u)
-                a[i] = bits_or(bits_and(shift_left(held[at + i], np.uint32(2)), np.uint32(0x3c3c3c3c)), bits_and(shift_left(pair[0], np.uint32(6 - 2 * t)), np.uint32(0xc0c0c0c0)))
-                a[2 + i] = bits_or(bits_and(shift_right(held[at + i], np.uint32(2)), np.uint32(0x3c3c3c3c)), bits_and(shift_left(pair[1], np.uint32(6 - 2 * t)), np.uint32(0xc0c0c0c0)))
+                a[i] = bits_or(bits_and(shift_left(held[at + i], np.uint32(2)), np.uint32(0x3c3c3c3c)),
+                               bits_and(shift_left(pair[0], np.uint32(6 - 2 * t)), np.uint32(0xc0c0c0c0)))
+                a[2 + i] = bits_or(bits_and(shift_right(held[at + i], np.uint32(2)), np.uint32(0x3c3c3c3c)),
+                                   bits_and(shift_left(pair[1], np.uint32(6 - 2 * t)), np.uint32(0xc0c0c0c0)))
         else:
             for i in range(2):
                 a[i], a[2 + i] = bits_and(held[at + i], mask), bits_and(shift_right(held[at + i], np.uint32(4)), mask)
@@ -147,8 +156,10 @@ def tile_product(name, columns, tiles, groups):
             if k_kind:
                 head, j = load16_staged(at), np.uint32(4 * ((unit + u) & 7))
                 both, top = halves_to_floats(head[0]), shift_right(head[3], j)
-                s[tile, i, 0] = both[0] * np.float32(bits_or(bits_and(shift_right(head[1], j), np.uint32(15)), shift_left(bits_and(top, np.uint32(3)), np.uint32(4))))
-                s[tile, i, 2] = both[1] * np.float32(bits_or(bits_and(shift_right(head[2], j), np.uint32(15)), shift_left(bits_and(top, np.uint32(12)), np.uint32(2))))
+                s[tile, i, 0] = both[0] * np.float32(bits_or(bits_and(shift_right(head[1], j), np.uint32(15)),
+                                                             shift_left(bits_and(top, np.uint32(3)), np.uint32(4))))
+                s[tile, i, 2] = both[1] * np.float32(bits_or(bits_and(shift_right(head[2], j), np.uint32(15)),
+                                                             shift_left(bits_and(top, np.uint32(12)), np.uint32(2))))
             elif name == 'Q4_1':
                 both = halves_to_floats(load_u32_staged(at + 4 * u))
                 s[tile, i, 0], s[tile, i, 2] = both[0], -both[1]
@@ -211,8 +222,10 @@ def tile_product(name, columns, tiles, groups):
     @cuda.jit(device=True)
     def multiply(place, unit, first, offset, last, extra, b, s, acc, lane):
         w = cuda.local.array(scale_shape, np.float32)
-        for tile in range(tiles): scales_of(place, tile, lane & 3, unit, first, offset, last, extra, w, lane)       # of one unit each; the four lanes of a row share them
-        multiply_pair(place, unit, 0, w, b, s, acc, lane)                            # not a loop, so that what the pair decides is decided when this is compiled
+        # of one unit each; the four lanes of a row share them
+        for tile in range(tiles): scales_of(place, tile, lane & 3, unit, first, offset, last, extra, w, lane)
+        # not a loop, so that what the pair decides is decided when this is compiled
+        multiply_pair(place, unit, 0, w, b, s, acc, lane)
         multiply_pair(place, unit, 1, w, b, s, acc, lane)
     groups_by_four = (groups, 4)
     return nbytes, begin, multiply
@@ -266,7 +279,8 @@ def block_product(name, columns, tiles, groups, warps):
 # %% ../../nbs/cuda/08_rows.ipynb #e50822f3
 @lru_cache(None)
 def rows_kernel(name, columns, groups, tiles=2, warps=4, add=False, resident=4):
-    """y[t, row] (+)= W[row] · x[t] for up to 8 · `groups` rows of activations. Arguments: the four planes, tiled records, y (rows, y_stride) float32; y_stride, rows of W, rows of activations.
+    """y[t, row] (+)= W[row] · x[t] for up to 8 · `groups` rows of activations. Arguments: the four planes, tiled records, y (rows, y_stride) float32;
+    y_stride, rows of W, rows of activations.
     Launch with ⌈rows of W / (16 · tiles)⌉ blocks of 32 · warps threads, through `rows_product`"""
     start, walk, total, words = block_product(name, columns, tiles, groups, warps)
     stride, answers, factored, b_shape, s_shape = record_bytes(columns), 4 * tiles * groups, KINDS[name].extra == (4, 0), groups, (groups, 2)
@@ -290,16 +304,24 @@ def rows_kernel(name, columns, groups, tiles=2, warps=4, add=False, resident=4):
                 if factored: value *= load_f32(extra + 4 * row)
                 if add: add_f32(y + 4 * (token * y_stride + row), value)
                 else: store_f32(y + 4 * (token * y_stride + row), value)
-    return Kernel(rows_times, *[types.int64] * 6, *[types.int32] * 3, name=f'rows_{name}_{columns}_g{groups}_m{tiles}_w{warps}{"_add" if add else ""}x{resident}', bounds=(32 * warps, resident))
+    return Kernel(rows_times, *[types.int64] * 6, *[types.int32] * 3,
+                  name=f'rows_{name}_{columns}_g{groups}_m{tiles}_w{warps}{"_add" if add else ""}x{resident}', bounds=(32 * warps, resident))
 
 def rows_product(matrix, records, y, rows, y_stride=None, add=False, tiles=None, warps=None, resident=None, stream=None, dependent=True):
     "y (rows, y_stride) float32 (+)= W · x for tiled records of up to 32 rows; more go in turns, which read W again"
-    if not matrix.kind.rounded or matrix.columns % 128: raise UnsupportedError(f'{matrix.columns} columns of type {matrix.kind.name} cannot be multiplied by many rows on the GPU yet')
+    if not matrix.kind.rounded or matrix.columns % 128:
+        raise UnsupportedError(f'{matrix.columns} columns of type {matrix.kind.name} cannot be multiplied by many rows on the GPU yet')
     tiles = tiles or (2 if matrix.rows > 8192 else 1)
     warps = warps or (8 if tiles == 1 and matrix.rows <= 8192 and matrix.columns >= 1024 else 4)                # few rows: more warps along each
     for start in range(0, rows, 32):
         n = min(32, rows - start)
-        rows_kernel(matrix.kind.name, matrix.columns, -(-n // 8), tiles, warps, add, resident or (3 if n > 16 and tiles == 2 else 8 // warps if n > 16 else 16 // warps)).launch(-(-matrix.rows // (16 * tiles)), 32 * warps, *matrix.addresses, records + start * record_bytes(matrix.columns), y + 4 * start * (y_stride or matrix.rows), y_stride or matrix.rows, matrix.rows, n, stream=stream, dependent=dependent)
+        rows_kernel(matrix.kind.name, matrix.columns, -(-n // 8), tiles, warps, add,
+                    resident or (3 if n > 16 and tiles == 2 else 8 // warps if n > 16 else 16 // warps)).launch(-(-matrix.rows // (16 * tiles)), 32 * warps,
+                                                                                                                *matrix.addresses, records + start
+                                                                                                                * record_bytes(matrix.columns),
+                                                                                                                y + 4 * start * (y_stride or matrix.rows),
+                                                                                                                y_stride or matrix.rows, matrix.rows, n,
+                                                                                                                stream=stream, dependent=dependent)
 
 # %% ../../nbs/cuda/08_rows.ipynb #7cee7d33
 JOB_WORDS = 16              # int32: expert (−1: no job), number of pairs, in the first row the number of jobs, 5 unused, 8 pairs
@@ -317,7 +339,8 @@ def jobs_spec(ids, experts, most=8):
 # %% ../../nbs/cuda/08_rows.ipynb #083608b0
 @lru_cache(None)
 def jobs_kernel(experts, chosen, tokens, normalise=True, most=8):
-    "most: pairs of a job, 8, 2 or 1. Arguments: scores (tokens, experts + 1), ids (tokens, chosen) int32, weights (tokens, chosen), jobs (tokens · chosen, 16) int32. One block of 1024 threads, a warp for each of up to 32 tokens"
+    """most: pairs of a job, 8, 2 or 1. Arguments: scores (tokens, experts + 1), ids (tokens, chosen) int32, weights (tokens, chosen), jobs (tokens ·
+    chosen, 16) int32. One block of 1024 threads, a warp for each of up to 32 tokens"""
     read, _, choose = chooser(experts, chosen, normalise)
     per, pairs, lists, padded = experts // 32, tokens * chosen, -(-experts // 32), -(-tokens * chosen // 4) * 4
     shift, over = most.bit_length() - 1, most - 1
@@ -384,7 +407,9 @@ def jobs_kernel(experts, chosen, tokens, normalise=True, most=8):
 # %% ../../nbs/cuda/08_rows.ipynb #99c772cc
 @lru_cache(None)
 def jobs_up_kernel(name, hidden, width, chosen, warps=4, resident=5):
-    "silu(gate · x) · (up · x) for every pair. Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), tiled records (tokens), jobs, middles (pairs, width) float32. Launch with as many blocks of 32 · warps threads as fit, at most pairs · width / 16: they take turns at what there is to do"
+    """silu(gate · x) · (up · x) for every pair. Arguments: four planes of the stack (each expert: `width` rows of gate, then of up), tiled records
+    (tokens), jobs, middles (pairs, width) float32. Launch with as many blocks of 32 · warps threads as fit, at most pairs · width / 16: they take
+    turns at what there is to do"""
     start, walk, total, words = block_product(name, hidden, 2, 1, warps)
     stride, blocks = record_bytes(hidden), width // 16
 
@@ -406,7 +431,8 @@ def jobs_up_kernel(name, hidden, width, chosen, warps=4, resident=5):
             for e in range(warp, 4, warps):
                 column = 2 * (lane & 3) + (e & 1)
                 gate, up = total(spot, e, lane), total(spot, e + 4, lane)
-                if column < count: store_f32(middles + 4 * (np.int64(load_u32(job + 32 + 4 * column)) * width + 16 * block + (lane >> 2) + 8 * (e >> 1)), silu(gate) * up)
+                if column < count:
+                    store_f32(middles + 4 * (np.int64(load_u32(job + 32 + 4 * column)) * width + 16 * block + (lane >> 2) + 8 * (e >> 1)), silu(gate) * up)
             work += cuda.gridDim.x
             cuda.syncthreads()
     return Kernel(jobs_up, *[types.int64] * 7, name=f'jobs_up_{name}_{hidden}_{width}_{chosen}_w{warps}x{resident}', bounds=(32 * warps, resident))
@@ -414,7 +440,8 @@ def jobs_up_kernel(name, hidden, width, chosen, warps=4, resident=5):
 # %% ../../nbs/cuda/08_rows.ipynb #26602c96
 @lru_cache(None)
 def jobs_down_kernel(name, hidden, width, warps=4, resident=3):
-    "Down of every pair, a warp by itself for 32 rows. Arguments: four planes of the stack (each expert: `hidden` rows), tiled records (pairs), jobs, parts (pairs, hidden) float32. Launch as `jobs_up_kernel`, at most pairs · hidden / (32 · warps) blocks"
+    """Down of every pair, a warp by itself for 32 rows. Arguments: four planes of the stack (each expert: `hidden` rows), tiled records (pairs),
+    jobs, parts (pairs, hidden) float32. Launch as `jobs_up_kernel`, at most pairs · hidden / (32 · warps) blocks"""
     start, walk, _, words = block_product(name, width, 2, 1, 1)
     stride, blocks, all_words = record_bytes(width), hidden // 32, warps * words
 
@@ -444,7 +471,9 @@ def jobs_down_kernel(name, hidden, width, warps=4, resident=3):
 # %% ../../nbs/cuda/08_rows.ipynb #c77dd3e9
 @lru_cache(None)
 def add_parts_kernel(hidden, experts, chosen, shared):
-    "h += Σ weight · part, and sigmoid(the last score) · the shared expert's part (`shared`: there is one). Arguments: parts (tokens · chosen, hidden), shared parts (tokens, hidden), weights (tokens, chosen), scores (tokens, experts + 1), h (tokens, hidden). Launch with tokens · ⌈hidden / 256⌉ blocks of 256 threads"
+    """h += Σ weight · part, and sigmoid(the last score) · the shared expert's part (`shared`: there is one). Arguments: parts (tokens · chosen,
+    hidden), shared parts (tokens, hidden), weights (tokens, chosen), scores (tokens, experts + 1), h (tokens, hidden). Launch with tokens · ⌈hidden /
+    256⌉ blocks of 256 threads"""
     pieces = -(-hidden // 256)
 
     def add_parts(parts, others, weights, scores, h):
@@ -456,14 +485,18 @@ def add_parts_kernel(hidden, experts, chosen, shared):
         for i in range(chosen): values[i] = load_f32(parts + 4 * ((token * chosen + i) * hidden + at))
         for i in range(chosen): share[i] = load_f32(weights + 4 * (token * chosen + i))
         total = load_f32(h + 4 * (token * hidden + at))
-        if shared: total += load_f32(others + 4 * (token * hidden + at)) * reciprocal(np.float32(1) + exp2(np.float32(-1.4426950408889634) * load_f32(scores + 4 * (token * (experts + 1) + experts))))
+        if shared:
+            total += load_f32(others + 4 * (token * hidden + at)) * reciprocal(np.float32(1)
+                                                                               + exp2(np.float32(-1.4426950408889634) * load_f32(
+                                                                                   scores + 4 * (token * (experts + 1) + experts))))
         for i in range(chosen): total += share[i] * values[i]
         if column < hidden: store_f32(h + 4 * (token * hidden + column), total)
     return Kernel(add_parts, *[types.int64] * 5, name=f'add_parts_{hidden}_{experts}_{chosen}_{int(bool(shared))}')
 
 # %% ../../nbs/cuda/08_rows.ipynb #561ebe37
 def row_copies(name, columns, rows):
-    "(bytes, begin, fetch) of `rows` neighbouring rows of W in shared memory. begin(place, low, high, scale, extra, row, lane): a warp asks for them; fetch(raw, place, index, at): unit `index` of them into raw[at]"
+    """(bytes, begin, fetch) of `rows` neighbouring rows of W in shared memory. begin(place, low, high, scale, extra, row, lane): a warp asks for
+    them; fetch(raw, place, index, at): unit `index` of them into raw[at]"""
     sizes = plane_bytes(KINDS[name], rows, columns)
     high_at, scale_at, extra_at, nbytes = (sum(sizes[:i]) for i in range(1, 5))
     each_low, each_high, each_scale, each_extra = (n // rows for n in sizes)
@@ -522,7 +555,8 @@ def held_dot(name):
 
 @lru_cache(None)
 def folded(count, lanes):
-    "A device function (values, lane): sums of 1, 2 or 4 values over groups of `lanes` lanes; a part of the group gets each: of four, lanes with neither of the two highest bits the first, with the second highest the second, …"
+    """A device function (values, lane): sums of 1, 2 or 4 values over groups of `lanes` lanes; a part of the group gets each: of four, lanes with
+    neither of the two highest bits the first, with the second highest the second, …"""
     first, second = np.uint32(lanes >> 1), np.uint32(lanes >> 2)
     rest, rest_of_two = lanes >> 2, lanes >> 1
 
@@ -551,7 +585,8 @@ def pairs_at_once(hidden): return 2 if hidden <= 2048 else 1      # so that the 
 
 # %% ../../nbs/cuda/08_rows.ipynb #406beab3
 def pair_kernel(name, hidden_shape, places_each, place_bytes, most, warps, resident, ask, load, multiply, x_shape):
-    """The walk over jobs. places_each: of an expert; ask(place, four planes, expert, number, lane) begins to copy a place; load(x, runs, t, source, pair, lane) brings a pair's activations; multiply[count − 1](place, x, runs, target, number, pairs, lane) does a place for so many pairs.
+    """The walk over jobs. places_each: of an expert; ask(place, four planes, expert, number, lane) begins to copy a place; load(x, runs, t, source,
+    pair, lane) brings a pair's activations; multiply[count − 1](place, x, runs, target, number, pairs, lane) does a place for so many pairs.
     Arguments of the kernel: four planes, source, jobs, target"""
     ring, words, runs_shape, one, two = PLACES * place_bytes, warps * PLACES * place_bytes // 4, (*x_shape[:2], 2), multiply[0], multiply[-1]
 
@@ -601,10 +636,12 @@ def warps_for(place_bytes): return next(w for w in (4, 2, 1) if w * PLACES * pla
 # %% ../../nbs/cuda/08_rows.ipynb #82fe49c0
 @lru_cache(None)
 def pairs_up_kernel(name, hidden, width, chosen, rows=2, resident=None):
-    "silu(gate · x) · (up · x) of all pairs: four planes of the stack (each expert: `width` rows of gate, then of up), tiled records (tokens), jobs of `pairs_at_once`, middles (pairs, width) float32. A place is `rows` rows of gate and the same of up"
+    """silu(gate · x) · (up · x) of all pairs: four planes of the stack (each expert: `width` rows of gate, then of up), tiled records (tokens), jobs
+    of `pairs_at_once`, middles (pairs, width) float32. A place is `rows` rows of gate and the same of up"""
     nbytes, begin, fetch = row_copies(name, hidden, rows)
     unpack, dot, most, units, stride, row_units = ROUNDED[name][1], held_dot(name), pairs_at_once(hidden), hidden // 1024, record_bytes(hidden), hidden // 32
-    values, fold, raw_shape, warps, partner, half = 2 * rows, folded(2 * rows, 32), (1, KINDS[name].words), warps_for(2 * nbytes), np.uint32(16 // rows), 32 // rows
+    values, fold, raw_shape, warps, partner, half = (2 * rows, folded(2 * rows, 32), (1, KINDS[name].words), warps_for(2 * nbytes), np.uint32(16 // rows),
+                                                     32 // rows)
 
     @cuda.jit(device=True)
     def load(x, runs, t, records, pair, lane):
@@ -627,7 +664,8 @@ def pairs_up_kernel(name, hidden, width, chosen, rows=2, resident=None):
         all_values = (count, values)
         @cuda.jit(device=True)
         def multiply(place, x, runs, middles, number, pair, lane):
-            v, raw, q, s = cuda.local.array(all_values, np.float32), cuda.local.array(raw_shape, np.uint32), cuda.local.array(8, np.uint32), cuda.local.array(3, np.float32)
+            v, raw, q, s = (cuda.local.array(all_values, np.float32), cuda.local.array(raw_shape, np.uint32), cuda.local.array(8, np.uint32),
+                            cuda.local.array(3, np.float32))
             for t in range(count):
                 for i in range(values): v[t, i] = np.float32(0)
             for u in range(units):
@@ -642,7 +680,8 @@ def pairs_up_kernel(name, hidden, width, chosen, rows=2, resident=None):
                 if lane & (half - 1) == 0: store_f32(middles + 4 * (pair[t] * width + rows * number + lane // half), silu(mine) * other)
         return multiply
     resident = resident or 14 // warps
-    return pair_kernel(f'pairs_up_{name}', f'{hidden}_{width}_{chosen}_r{rows}', width // rows, 2 * nbytes, most, warps, resident, ask, load, [multiply_for(c + 1) for c in range(most)], (most, units, 8)), warps, resident
+    return pair_kernel(f'pairs_up_{name}', f'{hidden}_{width}_{chosen}_r{rows}', width // rows, 2 * nbytes, most, warps, resident, ask, load,
+                       [multiply_for(c + 1) for c in range(most)], (most, units, 8)), warps, resident
 
 def pairs_up(name, hidden, width, chosen, pairs, *values, stream=None, **options):
     kernel, warps, resident = pairs_up_kernel(name, hidden, width, chosen, **options)
@@ -658,7 +697,8 @@ def rows_at_once(name, width):
 def pairs_fit(up, down, hidden, width):
     "Whether these kernels take experts of these types and sizes"
     fit = all(KINDS[n].rounded and n != 'NVFP4' for n in (up, down)) and hidden % 1024 == 0 and hidden <= 4096 and width % 128 == 0
-    return fit and width // 32 // lanes_for(KINDS[down], width) <= 3 and all(n % 16 == 0 for n in plane_bytes(KINDS[up], 2, hidden)) and rows_at_once(down, width) is not None
+    return (fit and width // 32 // lanes_for(KINDS[down], width) <= 3 and all(n % 16 == 0 for n in plane_bytes(KINDS[up], 2, hidden))
+            and rows_at_once(down, width) is not None)
 
 # %% ../../nbs/cuda/08_rows.ipynb #8e033e37
 @lru_cache(None)
@@ -666,7 +706,8 @@ def pairs_down_kernel(name, hidden, width, most, resident=None):
     "Down of all pairs: four planes of the stack (each expert: `hidden` rows), middles (pairs, width) float32, jobs of `most`, parts (pairs, hidden) float32"
     rows = rows_at_once(name, width)
     nbytes, begin, fetch = row_copies(name, width, rows)
-    unpack, dot, lanes, units, warps, raw_shape = ROUNDED[name][1], held_dot(name), lanes_for(KINDS[name], width), width // 32, warps_for(nbytes), (1, KINDS[name].words)
+    unpack, dot, lanes, units, warps, raw_shape = (ROUNDED[name][1], held_dot(name), lanes_for(KINDS[name], width), width // 32, warps_for(nbytes),
+                                                   (1, KINDS[name].words))
     steps, groups = units // lanes, 32 // lanes
     values = rows // groups
     fold, share = folded(values, lanes), lanes // values
@@ -698,7 +739,8 @@ def pairs_down_kernel(name, hidden, width, most, resident=None):
         all_values = (count, values)
         @cuda.jit(device=True)
         def multiply(place, x, runs, parts, number, pair, lane):
-            v, raw, q, s = cuda.local.array(all_values, np.float32), cuda.local.array(raw_shape, np.uint32), cuda.local.array(8, np.uint32), cuda.local.array(3, np.float32)
+            v, raw, q, s = (cuda.local.array(all_values, np.float32), cuda.local.array(raw_shape, np.uint32), cuda.local.array(8, np.uint32),
+                            cuda.local.array(3, np.float32))
             part, group = lane & (lanes - 1), lane // lanes
             for t in range(count):
                 for i in range(values): v[t, i] = np.float32(0)
@@ -713,7 +755,8 @@ def pairs_down_kernel(name, hidden, width, most, resident=None):
                 if part & (share - 1) == 0: store_f32(parts + 4 * (pair[t] * hidden + rows * number + part // share * groups + group), mine)
         return multiply
     resident = resident or 20 // warps
-    return pair_kernel(f'pairs_down_{name}', f'{hidden}_{width}_{most}', hidden // rows, nbytes, most, warps, resident, ask, load, [multiply_for(c + 1) for c in range(most)], (most, steps, 8)), warps, resident
+    return pair_kernel(f'pairs_down_{name}', f'{hidden}_{width}_{most}', hidden // rows, nbytes, most, warps, resident, ask, load,
+                       [multiply_for(c + 1) for c in range(most)], (most, steps, 8)), warps, resident
 
 def pairs_down(name, hidden, width, pairs, *values, stream=None, **options):
     kernel, warps, resident = pairs_down_kernel(name, hidden, width, pairs_at_once(hidden), **options)
@@ -722,7 +765,8 @@ def pairs_down(name, hidden, width, pairs, *values, stream=None, **options):
 # %% ../../nbs/cuda/08_rows.ipynb #861abbcf
 @lru_cache(None)
 def conv_rows_kernel(channels, taps):
-    """The convolution and SiLU of runs of tokens. Arguments: x (rows, x_stride) float32, conv weights (taps, channels), ring (slots, taps, channels), slots, firsts, counts, positions (of the first token) of each run (int32), y (rows, channels); x_stride.
+    """The convolution and SiLU of runs of tokens. Arguments: x (rows, x_stride) float32, conv weights (taps, channels), ring (slots, taps, channels),
+    slots, firsts, counts, positions (of the first token) of each run (int32), y (rows, channels); x_stride.
     Launch with runs · ⌈channels / 256⌉ blocks of 256 threads"""
     pieces = -(-channels // 256)
 
@@ -731,7 +775,8 @@ def conv_rows_kernel(channels, taps):
         run, channel = np.int64(cuda.blockIdx.x) // pieces, np.int64(cuda.blockIdx.x) % pieces * 256 + cuda.threadIdx.x
         if channel < channels:
             w, past = cuda.local.array(taps, np.float32), cuda.local.array(taps, np.float32)
-            slot, first, count, position = np.int64(load_u32(slots + 4 * run)), np.int64(load_u32(firsts + 4 * run)), np.int64(load_u32(counts + 4 * run)), np.int64(load_u32(positions + 4 * run))
+            slot, first, count, position = (np.int64(load_u32(slots + 4 * run)), np.int64(load_u32(firsts + 4 * run)), np.int64(load_u32(counts + 4 * run)),
+                                            np.int64(load_u32(positions + 4 * run)))
             here = ring + 4 * (slot * taps * channels + channel)
             for i in range(taps): w[i] = load_f32(weights + 4 * (i * channels + channel))
             for i in range(taps - 1): past[i] = load_f32(here + 4 * ((position + 1 + i) % taps * channels)) if position + i >= taps - 1 else np.float32(0)
@@ -750,7 +795,8 @@ def conv_rows_kernel(channels, taps):
 # %% ../../nbs/cuda/08_rows.ipynb #d73c566a
 @lru_cache(None)
 def delta_rows_kernel(key_heads, value_heads, key_dim, value_dim, tiled, eps=1e-6):
-    """The recurrence over runs of tokens, as `delta_step_kernel`. Arguments: y (rows, channels) of `conv_rows_kernel`, x (rows, x_stride) with a and b, decay (Hv), dt (Hv), state, slots, firsts, counts, positions of each run (int32), out (rows, Hv · value_dim); x_stride, place of a, place of b.
+    """The recurrence over runs of tokens, as `delta_step_kernel`. Arguments: y (rows, channels) of `conv_rows_kernel`, x (rows, x_stride) with a and
+    b, decay (Hv), dt (Hv), state, slots, firsts, counts, positions of each run (int32), out (rows, Hv · value_dim); x_stride, place of a, place of b.
     Launch with runs · Hv · value_dim / 32 blocks of 2 · key_dim threads"""
     threads, channels, parts = 2 * key_dim, 2 * key_heads * key_dim + value_heads * value_dim, value_dim // 32
     groups, shared_by = threads // 32, value_heads // key_heads
@@ -762,7 +808,8 @@ def delta_rows_kernel(key_heads, value_heads, key_dim, value_dim, tiled, eps=1e-
         run, head, part = block // (value_heads * parts), block // parts % value_heads, block % parts
         key_head = head % key_heads if tiled else head // shared_by
         column, group, half = part * 32 + thread % 32, thread // 32, thread // key_dim
-        slot, first, count, position = np.int64(load_u32(slots + 4 * run)), np.int64(load_u32(firsts + 4 * run)), np.int64(load_u32(counts + 4 * run)), np.int64(load_u32(positions + 4 * run))
+        slot, first, count, position = (np.int64(load_u32(slots + 4 * run)), np.int64(load_u32(firsts + 4 * run)), np.int64(load_u32(counts + 4 * run)),
+                                        np.int64(load_u32(positions + 4 * run)))
         S, fresh = cuda.local.array(depth, np.float32), cuda.local.array(4, np.float32)
         both = shared_address(cuda.shared.array(threads, np.float32))
         partial = shared_address(cuda.shared.array(warps, np.float32))

@@ -18,7 +18,8 @@ from numba import cuda
 from numba.cuda import types
 from .graphs import Kernel
 from .moe_routing import ordered, unordered
-from .ptx import (SIMULATED, add_i64, add_u32, as_word, bits_and, bits_xor, count_up, exp2, launch_dependents, load_f32, load_f64, load_i64, load_u32, product, shift_right, store_f32, store_i64, store_u32,
+from .ptx import (SIMULATED, add_i64, add_u32, as_word, bits_and, bits_xor, count_up, exp2, launch_dependents, load_f32, load_f64, load_i64,
+                                 load_u32, product, shift_right, store_f32, store_i64, store_u32,
                                  wait_for_previous, warp_max_word, warp_min_word)
 from ..ops.sampling import GOLDEN, GREEDY_BELOW, is_greedy, mix64, noise_key
 
@@ -46,7 +47,8 @@ def _best_of_parts(logits, found, vocabulary):
     wait_for_previous()
     held, step = cuda.local.array(8, np.float32), BLOCKS * cuda.blockDim.x
     for first in range(part * cuda.blockDim.x + cuda.threadIdx.x, vocabulary, 8 * step):
-        for j in range(8): held[j] = load_f32(logits + 4 * (row * vocabulary + min(first + j * step, np.int64(vocabulary - 1))))       # eight requests, then the first use
+        # eight requests, then the first use
+        for j in range(8): held[j] = load_f32(logits + 4 * (row * vocabulary + min(first + j * step, np.int64(vocabulary - 1))))
         for j in range(8):
             word = ordered(held[j])
             if word > best and first + j * step < vocabulary: best, number = word, np.uint32(first + j * step)
@@ -74,7 +76,8 @@ best_of_parts = Kernel(_best_of_parts, types.int64, types.int64, types.int32, na
 best_of_all = Kernel(_best_of_all, *[types.int64] * 4, types.int32, name='best_of_all')
 
 def greedy(logits, vocabulary, found, tokens, positions, log, log_stride, rows=1, stream=None, dependent=True):
-    "tokens[row] = the number of the largest logit; positions[row] += 1; log[row, position mod log_stride] = the token. All addresses; found: 8 · BLOCKS bytes a row of scratch"
+    """tokens[row] = the number of the largest logit; positions[row] += 1; log[row, position mod log_stride] = the token. All addresses; found: 8 ·
+    BLOCKS bytes a row of scratch"""
     best_of_parts.launch(rows * BLOCKS, 256, logits, found, vocabulary, stream=stream, dependent=dependent)
     best_of_all.launch(rows, BLOCKS, found, tokens, positions, log, log_stride, stream=stream, dependent=dependent)
 
@@ -85,7 +88,8 @@ DRAW_BLOCKS = 2 if SIMULATED else 128       # for each row of logits
 MASS = np.float32(2.0 ** 40)
 
 def draw_records(specs):
-    "`SampleSpec`s → (records (rows, 64) uint8, entries (n, 4) words: token, bias, whether it was seen, how often it was generated). Entries of a row name a token once, `IN_FLIGHT` first; masks are numbered as `mask_rows` has them"
+    """`SampleSpec`s → (records (rows, 64) uint8, entries (n, 4) words: token, bias, whether it was seen, how often it was generated). Entries of a
+    row name a token once, `IN_FLIGHT` first; masks are numbered as `mask_rows` has them"""
     records, entries, at, masks = np.zeros((len(specs), DRAW_BYTES), np.uint8), [], 0, 0
     for record, spec in zip(records, specs):
         greedy, mask = is_greedy(spec), (1 << 64) - 1
@@ -142,7 +146,8 @@ def _penalise(logits, draws, entries, owners, last, vocabulary):
     record, source = draws + DRAW_BYTES * row, logits + 4 * row * vocabulary
     first, count = entries + ENTRY_BYTES * np.int64(load_u32(record + 40)), np.int64(load_u32(record + 44))
     newest = IN_FLIGHT
-    if count > 0 and load_u32(first) == IN_FLIGHT: newest = np.uint32(max(np.int32(load_u32(last + 4 * np.int64(load_u32(owners + 4 * row)))), np.int32(0)))      # below 0, as in `feed`: nobody wants this row any more
+    # below 0, as in `feed`: nobody wants this row any more
+    if count > 0 and load_u32(first) == IN_FLIGHT: newest = np.uint32(max(np.int32(load_u32(last + 4 * np.int64(load_u32(owners + 4 * row)))), np.int32(0)))
     if thread == 0: listed[0] = 0
     cuda.syncthreads()
     for i in range(thread, count, 256):
@@ -157,7 +162,8 @@ def _penalise(logits, draws, entries, owners, last, vocabulary):
         at = source + 4 * np.int64(newest)
         store_f32(at, penalised(load_f32(at), np.uint32(1), np.uint32(1), record))
 
-penalise_kernel = Kernel(_penalise, *[types.int64] * 5, types.int32, name='penalise')        # (logits, draws, entries, owners, last; vocabulary), a block of 256 threads a row
+# (logits, draws, entries, owners, last; vocabulary), a block of 256 threads a row
+penalise_kernel = Kernel(_penalise, *[types.int64] * 5, types.int32, name='penalise')
 
 def _mask(logits, draws, masks, vocabulary, words):
     launch_dependents()
@@ -168,12 +174,16 @@ def _mask(logits, draws, masks, vocabulary, words):
         mask = masks + 4 * words * (number - 1)
         for i in range(part * 256 + cuda.threadIdx.x, vocabulary, DRAW_BLOCKS * 256):           # a warp has 32 neighbours, and so one word
             at = logits + 4 * (row * vocabulary + i)
-            if bits_and(shift_right(load_u32(mask + 4 * (i >> 5)), np.uint32(i & 31)), np.uint32(1)) == np.uint32(0) and load_f32(at) <= np.float32(3.4028234663852886e38): store_f32(at, np.float32(-np.inf))
+            if bits_and(shift_right(load_u32(mask + 4 * (i >> 5)), np.uint32(i & 31)),
+                        np.uint32(1)) == np.uint32(0) and load_f32(at) <= np.float32(3.4028234663852886e38):
+                store_f32(at, np.float32(-np.inf))
 
-mask_kernel = Kernel(_mask, *[types.int64] * 3, types.int32, types.int32, name='mask')       # (logits, draws, masks (masks, words); vocabulary, words), 128 blocks of 256 threads a row
+# (logits, draws, masks (masks, words); vocabulary, words), 128 blocks of 256 threads a row
+mask_kernel = Kernel(_mask, *[types.int64] * 3, types.int32, types.int32, name='mask')
 
 def adjust(logits, draws, entries, masks, vocabulary, rows, owners, last, stream=None, dependent=True):
-    "Biases, penalties, then masks, as in `adjust_logits_spec`; all addresses. A token in flight is last[owners[row]]. NaN and +∞ stay what they are, also where they are not allowed: such a row is refused, not drawn from"
+    """Biases, penalties, then masks, as in `adjust_logits_spec`; all addresses. A token in flight is last[owners[row]]. NaN and +∞ stay what they
+    are, also where they are not allowed: such a row is refused, not drawn from"""
     penalise_kernel.launch(rows, 256, logits, draws, entries, owners, last, vocabulary, stream=stream, dependent=dependent)
     mask_kernel.launch(rows * DRAW_BLOCKS, 256, logits, draws, masks, vocabulary, -(-vocabulary // 32), stream=stream, dependent=dependent)
 
@@ -224,7 +234,8 @@ def _weigh(logits, draws, found, masses, counts, vocabulary, parts):
         cuda.syncthreads()
         for i in range(part * 256 + cuda.threadIdx.x, vocabulary, DRAW_BLOCKS * 256):
             value = load_f32(logits + 4 * (row * vocabulary + i))
-            if value > np.float32(-np.inf):                                          # what is ruled out is not counted: a mask that leaves fewer than top-k would make all others candidates
+            # what is ruled out is not counted: a mask that leaves fewer than top-k would make all others candidates
+            if value > np.float32(-np.inf):
                 at = bin_of(best, value)
                 cuda.atomic.add(mass, at, mass_of(value, best, steepness))
                 cuda.atomic.add(count, at, np.int32(1))
@@ -234,7 +245,8 @@ def _weigh(logits, draws, found, masses, counts, vocabulary, parts):
                 add_i64(masses + 8 * (BINS * row + i), mass[i])
                 add_u32(counts + 4 * (BINS * row + i), np.uint32(count[i]))
 
-weigh_kernel = Kernel(_weigh, *[types.int64] * 5, types.int32, types.int32, name='weigh')      # (logits, draws, found, masses (rows, 1024) int64, counts (rows, 1024); vocabulary, parts of found), 128 blocks of 256 threads a row
+# (logits, draws, found, masses (rows, 1024) int64, counts (rows, 1024); vocabulary, parts of found), 128 blocks of 256 threads a row
+weigh_kernel = Kernel(_weigh, *[types.int64] * 5, types.int32, types.int32, name='weigh')
 
 # %% ../../nbs/cuda/06_sampling.ipynb #0d63d3ae
 mix = cuda.jit(device=True)(mix64.py_func)       # the same lines, for the other compiler
@@ -264,7 +276,8 @@ def winner_of_block(score, token, scores, tokens):
     while half > 0:
         if thread < half:
             other = tokens[thread + half]
-            if other >= 0 and (tokens[thread] < 0 or scores[thread + half] > scores[thread] or scores[thread + half] == scores[thread] and other < tokens[thread]):
+            if other >= 0 and (tokens[thread] < 0 or scores[thread + half] > scores[thread] or scores[thread + half] == scores[thread]
+                               and other < tokens[thread]):
                 scores[thread], tokens[thread] = scores[thread + half], other
         cuda.syncthreads()
         half >>= 1
@@ -276,7 +289,8 @@ def floor_of(record, best): return max(np.float64(best) * load_f64(record + 8) +
 # %% ../../nbs/cuda/06_sampling.ipynb #e4848e0a
 @cuda.jit(device=True)
 def last_bin(masses, counts, top_k, top_p, sums_mass, sums_count, before, goals, where):
-    "The bin in which `top_k` tokens are reached, or without it the mass of top-p; all threads of a block of 256 call it. sums: 32 numbers of shared memory each, before: 2, goals and where: 1"
+    """The bin in which `top_k` tokens are reached, or without it the mass of top-p; all threads of a block of 256 call it. sums: 32 numbers of shared
+    memory each, before: 2, goals and where: 1"""
     thread = np.int64(cuda.threadIdx.x)
     if thread < 32:
         mass, count = np.int64(0), np.int32(0)
@@ -287,7 +301,8 @@ def last_bin(masses, counts, top_k, top_p, sums_mass, sums_count, before, goals,
         total = np.int64(0)
         for i in range(32): total += sums_mass[i]
         goal, mass, count, at = top_p * np.float64(total), np.int64(0), np.int32(0), np.int64(0)
-        while at < 31 and (count + sums_count[at] < top_k if top_k > 0 else np.float64(mass + sums_mass[at]) < goal): mass, count, at = mass + sums_mass[at], np.int32(count + sums_count[at]), at + 1
+        while at < 31 and (count + sums_count[at] < top_k if top_k > 0 else np.float64(mass + sums_mass[at]) < goal):
+            mass, count, at = mass + sums_mass[at], np.int32(count + sums_count[at]), at + 1
         where[0], before[0], before[1] = np.int32(at), mass, np.int64(count)
         goals[0] = goal
     cuda.syncthreads()
@@ -298,7 +313,8 @@ def last_bin(masses, counts, top_k, top_p, sums_mass, sums_count, before, goals,
     cuda.syncthreads()
     if thread == 0:
         mass, count, at = before[0], np.int32(before[1]), np.int64(0)
-        while at < 31 and (count + sums_count[at] < top_k if top_k > 0 else np.float64(mass + sums_mass[at]) < goal): mass, count, at = mass + sums_mass[at], np.int32(count + sums_count[at]), at + 1
+        while at < 31 and (count + sums_count[at] < top_k if top_k > 0 else np.float64(mass + sums_mass[at]) < goal):
+            mass, count, at = mass + sums_mass[at], np.int32(count + sums_count[at]), at + 1
         where[0] = np.int32(first + at)
     cuda.syncthreads()
     found = np.int64(where[0])
@@ -325,7 +341,8 @@ def _gather(logits, draws, found, masses, counts, listed, length, vocabulary, pa
     if load_u32(record + 36) != 0 and is_fit(word):
         best = unordered(word)
         if filtered(record):
-            last = last_bin(masses + 8 * BINS * row, counts + 4 * BINS * row, np.int32(load_u32(record + 32)), load_f64(record + 16), sums_mass, sums_count, before, goals, where)
+            last = last_bin(masses + 8 * BINS * row, counts + 4 * BINS * row, np.int32(load_u32(record + 32)), load_f64(record + 16), sums_mass, sums_count,
+                            before, goals, where)
             for begin in range(0, vocabulary, DRAW_BLOCKS * TILE):
                 if thread == 0: where[0] = 0
                 cuda.syncthreads()
@@ -350,7 +367,8 @@ def _gather(logits, draws, found, masses, counts, listed, length, vocabulary, pa
             token = winner_of_block(top, token, scores, mine)
             if thread == 0 and token >= 0: store_u32(target + 4 * np.int64(count_up(length + 4 * row, np.uint32(1))), np.uint32(token))
 
-gather_kernel = Kernel(_gather, *[types.int64] * 7, types.int32, types.int32, name='gather')       # (logits, draws, found, masses, counts, listed (rows, vocabulary) int32, length (rows); vocabulary, parts), 128 blocks of 256 threads a row
+# (logits, draws, found, masses, counts, listed (rows, vocabulary) int32, length (rows); vocabulary, parts), 128 blocks of 256 threads a row
+gather_kernel = Kernel(_gather, *[types.int64] * 7, types.int32, types.int32, name='gather')
 
 # %% ../../nbs/cuda/06_sampling.ipynb #f511aec8
 @cuda.jit(device=True)
@@ -361,7 +379,8 @@ def place_of(value, token):
 # %% ../../nbs/cuda/06_sampling.ipynb #8cd44ad8
 @cuda.jit(device=True)
 def cut(source, target, many, limit, by_mass, goal, best, steepness, mass, sums, where):
-    "The place of the last token that stays: of those up to `limit`, by mass the first with which `goal` is reached, else the `goal`-th. mass: 256 int64 of shared memory, sums: 32, where: 2"
+    """The place of the last token that stays: of those up to `limit`, by mass the first with which `goal` is reached, else the `goal`-th. mass: 256
+    int64 of shared memory, sums: 32, where: 2"""
     thread, prefix, before, shift = np.int64(cuda.threadIdx.x), np.uint64(0), np.int64(0), np.uint64(56)
     for level in range(8):
         if level != 4:                                                               # ids are below 2²⁴: their first digit is 0
@@ -410,7 +429,8 @@ def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners,
     best, fit = unordered(word), is_fit(word)
     many, token = np.int64(load_u32(length + 4 * row)), np.int32(-1)
     if fit and load_u32(record + 36) != 0:
-        key, slope, floor, steepness, top_k, top_p = key_of(record), load_f64(record + 8), floor_of(record, best), steepness_of(record), np.int64(load_u32(record + 32)), load_f64(record + 16)
+        key, slope, floor, steepness, top_k, top_p = (key_of(record), load_f64(record + 8), floor_of(record, best), steepness_of(record),
+                                                      np.int64(load_u32(record + 32)), load_f64(record + 16))
         limit, top = np.uint64(0xffffffffffffffff), np.float64(0)
         if 0 < top_k < vocabulary: limit = cut(source, target, many, limit, False, np.float64(top_k), best, steepness, mass, sums, where)
         if top_p < 1.:
@@ -451,7 +471,8 @@ def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners,
         store_i64(masses + 8 * (BINS * row + i), 0)
         store_u32(counts + 4 * (BINS * row + i), np.uint32(0))
 
-decide_kernel = Kernel(_decide, *[types.int64] * 10, types.int32, types.int32, name='decide')       # (logits, draws, found, masses, counts, listed, length, drawn (rows) int32, owners (rows) int32, last int32; vocabulary, parts), a block of 256 threads a row
+# (logits, draws, found, masses, counts, listed, length, drawn (rows) int32, owners (rows) int32, last int32; vocabulary, parts), a block of 256 threads a row
+decide_kernel = Kernel(_decide, *[types.int64] * 10, types.int32, types.int32, name='decide')
 
 # %% ../../nbs/cuda/06_sampling.ipynb #b23035f2
 def _feed(tokens, owners, last):
@@ -460,17 +481,23 @@ def _feed(tokens, owners, last):
     at, owner = tokens + 4 * np.int64(cuda.threadIdx.x), np.int64(load_u32(owners + 4 * np.int64(cuda.threadIdx.x)))
     if np.int32(load_u32(at)) < 0: store_u32(at, np.uint32(max(np.int32(load_u32(last + 4 * owner)), np.int32(0))))
 
-feed_kernel = Kernel(_feed, *[types.int64] * 3, name='feed')       # (tokens, owners, last): a token below 0 becomes its owner's last one; one block, a thread a row
+# (tokens, owners, last): a token below 0 becomes its owner's last one; one block, a thread a row
+feed_kernel = Kernel(_feed, *[types.int64] * 3, name='feed')
 
 # %% ../../nbs/cuda/06_sampling.ipynb #e3661a36
 def sampling_bytes(rows, vocabulary):
     "Sizes of what a draw of `rows` rows works in; all of it starts as zeros"
-    return dict(draws=rows * DRAW_BYTES, masks=4 * rows * -(-vocabulary // 32), masses=8 * BINS * rows, counts=4 * BINS * rows, listed=4 * rows * vocabulary, length=4 * rows, drawn=4 * rows)
+    return dict(draws=rows * DRAW_BYTES, masks=4 * rows * -(-vocabulary // 32), masses=8 * BINS * rows, counts=4 * BINS * rows, listed=4 * rows * vocabulary,
+                length=4 * rows, drawn=4 * rows)
 
 def draw(logits, found, parts, vocabulary, rows, at, owners, last, noisy=True, weighed=True, stream=None, dependent=True):
-    """A token for each row of logits, whose largest are in `found` (rows, parts, 2), at at('drawn') and at last[owners[row]]; −1 where the row holds NaN or +∞, −2 where it holds nothing but −∞.
+    """A token for each row of logits, whose largest are in `found` (rows, parts, 2), at at('drawn') and at last[owners[row]]; −1 where the row holds
+    NaN or +∞, −2 where it holds nothing but −∞.
     at(name): address of what `sampling_bytes` names; noisy: some row draws; weighed: some row has top-k or top-p"""
     scratch = [at(name) for name in ('masses', 'counts')]
     if weighed: weigh_kernel.launch(rows * DRAW_BLOCKS, 256, logits, at('draws'), found, *scratch, vocabulary, parts, stream=stream, dependent=dependent)
-    if noisy: gather_kernel.launch(rows * DRAW_BLOCKS, 256, logits, at('draws'), found, *scratch, at('listed'), at('length'), vocabulary, parts, stream=stream, dependent=dependent)
-    decide_kernel.launch(rows, 256, logits, at('draws'), found, *scratch, at('listed'), at('length'), at('drawn'), owners, last, vocabulary, parts, stream=stream, dependent=dependent)
+    if noisy:
+        gather_kernel.launch(rows * DRAW_BLOCKS, 256, logits, at('draws'), found, *scratch, at('listed'), at('length'), vocabulary, parts, stream=stream,
+                             dependent=dependent)
+    decide_kernel.launch(rows, 256, logits, at('draws'), found, *scratch, at('listed'), at('length'), at('drawn'), owners, last, vocabulary, parts,
+                         stream=stream, dependent=dependent)

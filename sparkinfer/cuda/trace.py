@@ -19,8 +19,10 @@ from .ptx import SIMULATED
 from ..measure.speed import report, text_table
 
 # %% ../../nbs/cuda/09_trace.ipynb #7ea0ace0
-LINE = np.dtype([('number', np.uint32), ('sm', np.uint32), ('block', np.uint32), ('spare', np.uint32), ('start', np.int64), ('asked', np.int64), ('waited', np.int64), ('end', np.int64)])
-SMS, LINES, COUNTER = 256, 16384, 64            # multiprocessors that the log has room for; lines of each; bytes between their counters, so that no two share a cache line
+LINE = np.dtype([('number', np.uint32), ('sm', np.uint32), ('block', np.uint32), ('spare', np.uint32), ('start', np.int64), ('asked', np.int64),
+                 ('waited', np.int64), ('end', np.int64)])
+# multiprocessors that the log has room for; lines of each; bytes between their counters, so that no two share a cache line
+SMS, LINES, COUNTER = 256, 16384, 64
 LOG_BYTES = SMS * (COUNTER + LINES * LINE.itemsize)
 
 def kernel_number(name: str) -> int:
@@ -41,16 +43,20 @@ def _mark(field, on='%trace_on'):
 def _begin(number):
     "Lines that read the clock, and then take a place in the log: only lane 0, and only while there is room"
     place = lambda field, register: [f'mov.u32 %trace_word, {register};', f'@%trace_on st.global.u32 [%trace_at+{LINE.fields[field][1]}], %trace_word;']
-    return [*REGISTERS, 'mov.u64 %trace_time, %globaltimer;', 'mov.u32 %trace_word, %laneid;', 'setp.eq.u32 %trace_on, %trace_word, 0;', 'ld.const.u64 %trace_at, [trace_log];', 'mov.u32 %trace_word, %smid;',
-            'cvt.u64.u32 %trace_count, %trace_word;', f'mad.lo.u64 %trace_counter, %trace_count, {COUNTER}, %trace_at;', f'mad.lo.u64 %trace_at, %trace_count, {LINES * LINE.itemsize}, %trace_at;', f'add.u64 %trace_at, %trace_at, {SMS * COUNTER};',
-            '@%trace_on atom.global.add.u64 %trace_count, [%trace_counter], 1;', f'@%trace_on setp.lt.u64 %trace_on, %trace_count, {LINES};', f'@%trace_on mad.lo.u64 %trace_at, %trace_count, {LINE.itemsize}, %trace_at;',
+    return [*REGISTERS, 'mov.u64 %trace_time, %globaltimer;', 'mov.u32 %trace_word, %laneid;', 'setp.eq.u32 %trace_on, %trace_word, 0;',
+            'ld.const.u64 %trace_at, [trace_log];', 'mov.u32 %trace_word, %smid;',
+            'cvt.u64.u32 %trace_count, %trace_word;', f'mad.lo.u64 %trace_counter, %trace_count, {COUNTER}, %trace_at;',
+            f'mad.lo.u64 %trace_at, %trace_count, {LINES * LINE.itemsize}, %trace_at;', f'add.u64 %trace_at, %trace_at, {SMS * COUNTER};',
+            '@%trace_on atom.global.add.u64 %trace_count, [%trace_counter], 1;', f'@%trace_on setp.lt.u64 %trace_on, %trace_count, {LINES};',
+            f'@%trace_on mad.lo.u64 %trace_at, %trace_count, {LINE.itemsize}, %trace_at;',
             _store('start'), *place('number', number), *place('sm', '%smid'), *place('block', '%ctaid.x')]
 
 # %% ../../nbs/cuda/09_trace.ipynb #a6f4ef5f
 _ENDS = re.compile(r'(?:@(!?)(%\w+)\s+)?(?:ret|exit)(?:\.uni)?;$')
 
 def traced_ptx(code: str, number: int) -> str:
-    "The PTX of a kernel whose entry is called `kernel`, with lines that note when each warp starts, asks for the end of the kernel before, has it, and ends. Every added line ends in `// trace`. ValueError where there is no such entry"
+    """The PTX of a kernel whose entry is called `kernel`, with lines that note when each warp starts, asks for the end of the kernel before, has it,
+    and ends. Every added line ends in `// trace`. ValueError where there is no such entry"""
     out, depth, entered, begun = [], 0, False, False
     for line in code.split('\n'):
         text = line.split('//')[0].strip()
@@ -63,7 +69,9 @@ def traced_ptx(code: str, number: int) -> str:
             out += _noted(_begin(number))
         waits, ends = inside and text == 'griddepcontrol.wait;', inside and _ENDS.match(text)
         if waits: out += _noted(_mark('asked'))
-        if ends and ends[2]: out += _noted([*([f'not.pred %trace_last, {ends[2]};', 'and.pred %trace_last, %trace_last, %trace_on;'] if ends[1] else [f'and.pred %trace_last, {ends[2]}, %trace_on;']), *_mark('end', '%trace_last')])
+        if ends and ends[2]:
+            out += _noted([*([f'not.pred %trace_last, {ends[2]};', 'and.pred %trace_last, %trace_last, %trace_on;']
+                             if ends[1] else [f'and.pred %trace_last, {ends[2]}, %trace_on;']), *_mark('end', '%trace_last')])
         elif ends: out += _noted(_mark('end'))
         out.append(line)
         if waits: out += _noted(_mark('waited'))
@@ -76,7 +84,8 @@ def traced_ptx(code: str, number: int) -> str:
 class TracedKernel(Kernel):
     "`kernel`, which writes into the log at `log`"
     def __init__(self, kernel: Kernel, log: int):
-        super().__init__(kernel.function, *kernel.arguments, name=f'traced_{kernel.name}', bounds=kernel.bounds, registers=kernel.registers, chained=kernel.chained)
+        super().__init__(kernel.function, *kernel.arguments, name=f'traced_{kernel.name}', bounds=kernel.bounds, registers=kernel.registers,
+                         chained=kernel.chained)
         self.plain, self.log, self._told = kernel, log, False
 
     def ptx(self, capability=(9, 0)): return traced_ptx(self.plain.ptx(capability), kernel_number(self.plain.name))
@@ -89,7 +98,9 @@ class TracedKernel(Kernel):
             where = np.array([self.log], np.uint64)
             checked(functions.cuMemcpyHtoD(address, where.ctypes.data, where.nbytes), f'telling {self.name} its log')
             self._told = True
-        if most := max(self.plain._padding.values(), default=0): checked(functions.cuFuncSetAttribute(handle, functions.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most), f'taking memory for {self.name}')
+        if most := max(self.plain._padding.values(), default=0):
+            checked(functions.cuFuncSetAttribute(handle, functions.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most),
+                    f'taking memory for {self.name}')
         return handle
 
 # %% ../../nbs/cuda/09_trace.ipynb #ecad53f8
@@ -100,7 +111,8 @@ class Launch:
     grid: int
     block: int
 
-BLOCK = np.dtype([('launch', np.int32), ('kernel', np.int32), ('sm', np.int32), ('block', np.int32), ('start', np.int64), ('asked', np.int64), ('waited', np.int64), ('end', np.int64)])
+BLOCK = np.dtype([('launch', np.int32), ('kernel', np.int32), ('sm', np.int32), ('block', np.int32), ('start', np.int64), ('asked', np.int64),
+                  ('waited', np.int64), ('end', np.int64)])
 
 def kernel_names(order) -> list:
     "The kernels of `order`, a name for each launch, without repetition: what `kernel` of a record counts in"
@@ -109,13 +121,15 @@ def kernel_names(order) -> list:
 def warp_lines(log: np.ndarray) -> np.ndarray:
     "The lines of a log (LOG_BYTES bytes), one for each warp that ran. SparkinferError when there were more than fit"
     counts = log[:SMS * COUNTER].view(np.int64)[::COUNTER // 8]
-    if counts.max() > LINES: raise SparkinferError(f'{counts.max():,} warps ran on multiprocessor {counts.argmax()}, and the log has room for {LINES:,} of each')
+    if counts.max() > LINES:
+        raise SparkinferError(f'{counts.max():,} warps ran on multiprocessor {counts.argmax()}, and the log has room for {LINES:,} of each')
     lines = log[SMS * COUNTER:].view(LINE).reshape(SMS, LINES)
     return np.concatenate([lines[i, :n] for i, n in enumerate(counts)])
 
 # %% ../../nbs/cuda/09_trace.ipynb #c1bc1f34
 def block_records(lines: np.ndarray, launches) -> np.ndarray:
-    "Lines of warps → a BLOCK record for each block of each `Launch`: start is its first warp's, asked, waited and end its last one's, in ns from the first start of all; asked and waited are start where no warp waited. Sorted by launch and block"
+    """Lines of warps → a BLOCK record for each block of each `Launch`: start is its first warp's, asked, waited and end its last one's, in ns from
+    the first start of all; asked and waited are start where no warp waited. Sorted by launch and block"""
     order, out = kernel_names(launch.kernel for launch in launches), []
     for kernel, name in enumerate(order):
         own = lines[lines['number'] == kernel_number(name)]
@@ -125,9 +139,11 @@ def block_records(lines: np.ndarray, launches) -> np.ndarray:
         block = np.concatenate([np.arange(m[1]) for m in mine])
         sort = np.lexsort((which, block))
         which, warps, block = which[sort], warps[sort], block[sort]
-        if len(own) != warps.sum() or (own['block'] != np.repeat(block, warps)).any(): raise SparkinferError(f'{name}: {len(own):,} warps left a line, and {warps.sum():,} were launched')
+        if len(own) != warps.sum() or (own['block'] != np.repeat(block, warps)).any():
+            raise SparkinferError(f'{name}: {len(own):,} warps left a line, and {warps.sum():,} were launched')
         at, found = np.cumsum(warps) - warps, np.zeros(len(block), BLOCK)
-        found['launch'], found['kernel'], found['block'], found['sm'], found['start'] = which, kernel, block, own['sm'][at], np.minimum.reduceat(own['start'], at)
+        found['launch'], found['kernel'], found['block'], found['sm'], found['start'] = (which, kernel, block, own['sm'][at],
+                                                                                         np.minimum.reduceat(own['start'], at))
         for field in ('asked', 'waited', 'end'): found[field] = np.maximum.reduceat(own[field], at)
         for field in ('asked', 'waited'): found[field] = np.where(found['waited'] > 0, found[field], found['start'])
         out.append(found)
@@ -137,7 +153,8 @@ def block_records(lines: np.ndarray, launches) -> np.ndarray:
 
 # %% ../../nbs/cuda/09_trace.ipynb #29165c90
 class Trace:
-    "`with Trace() as trace:` kernels launched inside take traced machine code, and so do graphs recorded inside, for as long as the object lives. One at a time, on a GPU"
+    """`with Trace() as trace:` kernels launched inside take traced machine code, and so do graphs recorded inside, for as long as the object lives.
+    One at a time, on a GPU"""
     def __init__(self):
         if SIMULATED: raise CudaError('a trace needs a GPU: the simulator has no multiprocessors')
         self.log, self.launches, self.kernels = Buffer(LOG_BYTES, fill=0), [], {}
@@ -160,7 +177,8 @@ class Trace:
 
     def read(self, graph, replays: int = 5) -> tuple:
         "Replay a graph, which holds all that was launched inside; → (records of the last replay, see `block_records`; the seconds of each)"
-        if len(numbers := {kernel_number(name) for name in self.kernels}) < len(self.kernels): raise CudaError(f'{len(self.kernels)} kernels have {len(numbers)} numbers')
+        if len(numbers := {kernel_number(name) for name in self.kernels}) < len(self.kernels):
+            raise CudaError(f'{len(self.kernels)} kernels have {len(numbers)} numbers')
         seconds = []
         for _ in range(replays):
             self.log.fill(0)
@@ -175,12 +193,14 @@ def short_name(name: str) -> str:
     return re.match(r'[a-z]+(_[a-z]+)*', name)[0].replace('_', ' ') + (f' {stage[1]}' if stage else '')
 
 def launch_table(records, order) -> str:
-    "A line for each launch in `records`, whose kernel is `order[launch]`: blocks, on how many multiprocessors, how many on one; then when its first block started, on average, and its last one, the same of `waited` and `end`, in µs from the first start of all"
+    """A line for each launch in `records`, whose kernel is `order[launch]`: blocks, on how many multiprocessors, how many on one; then when its first
+    block started, on average, and its last one, the same of `waited` and `end`, in µs from the first start of all"""
     rows, begin = [], records['start'].min()
     for launch in np.unique(records['launch']):
         own = records[records['launch'] == launch]
         on = np.bincount(own['sm'])
-        times = [f'{value / 1e3:.2f}' for field in ('start', 'waited', 'end') for value in (own[field].min() - begin, own[field].mean() - begin, own[field].max() - begin)]
+        times = [f'{value / 1e3:.2f}' for field in ('start', 'waited', 'end')
+                 for value in (own[field].min() - begin, own[field].mean() - begin, own[field].max() - begin)]
         rows.append([short_name(order[launch]), len(own), np.count_nonzero(on), on.max(), *times])
     return text_table(['launch', 'blocks', 'on', 'most', *(title for what in ('start', 'waited', 'end') for title in (what, 'mean', 'last'))], rows)
 
@@ -192,7 +212,8 @@ def tick_of(records) -> int:
     return int(np.gcd.reduce(np.concatenate([records[field] for field in ('start', 'waited', 'end')]))) or 1
 
 def pack_blocks(records, order) -> dict:
-    "Records of some launches in a row, small enough for a file. Lists of numbers are text, a launch a line; `asked` and block numbers are left out; times in units of at least 10 ns"
+    """Records of some launches in a row, small enough for a file. Lists of numbers are text, a launch a line; `asked` and block numbers are left out;
+    times in units of at least 10 ns"""
     unit, first = max(10, tick_of(records)), int(records['launch'].min())
     begin, launches, rows = records['start'].min(), order[first:int(records['launch'].max()) + 1], {field: [] for field in ('begin', *FIELDS)}
     names = kernel_names(launches)
@@ -201,7 +222,8 @@ def pack_blocks(records, order) -> dict:
         own = own[np.lexsort((own['start'], own['sm']))]
         start, waited, end = (np.rint((own[field] - begin) / unit).astype(np.int64) for field in ('start', 'waited', 'end'))
         rows['begin'].append(int(start.min()))
-        for field, numbers in zip(FIELDS, (np.diff(own['sm'], prepend=0), start - start.min(), waited - start, end - waited)): rows[field].append(' '.join(map(str, numbers.tolist())))
+        for field, numbers in zip(FIELDS, (np.diff(own['sm'], prepend=0), start - start.min(), waited - start, end - waited)):
+            rows[field].append(' '.join(map(str, numbers.tolist())))
     return dict(unit_ns=unit, kernels=names, launches=[names.index(name) for name in launches], **rows)
 
 def unpack_blocks(packed) -> tuple:
@@ -229,11 +251,13 @@ def _bars(axis, records, sms, colors):
     height = 1 / size[group]
     start, waited, end = ((records[field] - begin) / 1e3 for field in ('start', 'waited', 'end'))
     for low, width, alpha in ((start, waited - start, .3), (waited, end - waited, 1.)):
-        axis.bar(low, height, width, records['sm'] - .5 + rank * height, align='edge', color=[(colors[k], alpha) for k in records['kernel']], linewidth=0, antialiased=False)
+        axis.bar(low, height, width, records['sm'] - .5 + rank * height, align='edge', color=[(colors[k], alpha) for k in records['kernel']], linewidth=0,
+                 antialiased=False)
     axis.set_xlim(0, end.max()), axis.set_ylim(sms - .5, -.5), axis.tick_params(labelsize=7)
 
 def block_picture(record):
-    "A figure of what `trace_step` kept: multiprocessors over time, a panel each for the step as it is ('apart') and, where it was traced, with no kernel's blocks kept apart ('clumped')"
+    """A figure of what `trace_step` kept: multiprocessors over time, a panel each for the step as it is ('apart') and, where it was traced, with no
+    kernel's blocks kept apart ('clumped')"""
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
     panels = [(key, *unpack_blocks(record[key])) for key in ('clumped', 'apart') if key in record]
@@ -247,7 +271,8 @@ def block_picture(record):
         axis.set_ylabel('multiprocessor', fontsize=7)
         axis.set_title(f"{record['model']}, blocks {'kept apart' if key == 'apart' else 'where they fall'}: {record['milliseconds'][key]['plain']:.3f} ms a step", fontsize=8)
     axes[-1, 0].set_xlabel('µs; pale: started, waits for the kernel ahead', fontsize=7)
-    figure.legend(handles=[Patch(color=COLORS[i % len(COLORS)], label=short_name(name)) for i, name in enumerate(names)], loc='lower center', ncols=8, fontsize=7, frameon=False)
+    figure.legend(handles=[Patch(color=COLORS[i % len(COLORS)], label=short_name(name)) for i, name in enumerate(names)], loc='lower center', ncols=8,
+                  fontsize=7, frameon=False)
     figure.tight_layout(rect=(0, .09 / len(panels), 1, 1))
     return figure
 
@@ -262,10 +287,12 @@ def anywhere(kernels):
         for kernel in kept: kernel.apart = True
 
 def layer_window(order, layers, begin, end) -> tuple:
-    "(first launch, one behind the last) of a step from layer `begin` to layer `end`, which may end in a fraction. A layer begins with the kernel that follows the embedding; SparkinferError when it is launched more or less often than once a layer"
+    """(first launch, one behind the last) of a step from layer `begin` to layer `end`, which may end in a fraction. A layer begins with the kernel
+    that follows the embedding; SparkinferError when it is launched more or less often than once a layer"""
     starts = [i for i, name in enumerate(order) if name == order[1]]
     if len(starts) != layers: raise SparkinferError(f'{order[1]} was launched {len(starts)} times in a step of {layers} layers')
-    if not 0 <= begin < end <= layers - 1: raise SparkinferError(f'layers {begin:g} to {end:g} of {layers}: they begin at 0, and the last one cannot be seen to end')
+    if not 0 <= begin < end <= layers - 1:
+        raise SparkinferError(f'layers {begin:g} to {end:g} of {layers}: they begin at 0, and the last one cannot be seen to end')
     first, last = (round(float(np.interp(layer, range(layers), starts))) for layer in (begin, end))
     if first == last: raise SparkinferError(f'between layers {begin:g} and {end:g} nothing is launched')
     return first, last
@@ -280,7 +307,8 @@ def trace_graph(walk, position) -> tuple:
     return records, trace.order, dict(plain=round(1e3 * plain, 4), traced=round(1e3 * float(np.median(seconds[1:])), 4))
 
 def trace_step(model, rng, position=128, window=None, clumped=False, save=True, **more):
-    "Trace a step of a model of noise at `position`, print the launches of `window` (first layer, last, by default a layer and a third in the middle), keep a layer and a half from there"
+    """Trace a step of a model of noise at `position`, print the launches of `window` (first layer, last, by default a layer and a third in the
+    middle), keep a layer and a half from there"""
     from sparkinfer.cuda.check import Walk, gpu_record
     walk, rehearsal, kept, times, texts = Walk(model, position + 256, rng), Rehearsal(), {}, {}, []
     walk.launch(rehearsal)
@@ -294,7 +322,8 @@ def trace_step(model, rng, position=128, window=None, clumped=False, save=True, 
         first, last = layer_window(order, len(walk.layers), *(window or (middle, middle + 1.5)))
         kept[key] = pack_blocks(part(first, last), order)
     said, gpu = io.StringIO(), gpu_record()
-    record = report(f'cuda-trace-{model.lower()}', '', dict(model=model, position=position, layers=list(window or (middle, middle + 1.5)), milliseconds=times, **gpu, **more, **kept), save, out=said)
+    record = report(f'cuda-trace-{model.lower()}', '', dict(model=model, position=position, layers=list(window or (middle, middle + 1.5)), milliseconds=times,
+                                                            **gpu, **more, **kept), save, out=said)
     for line in said.getvalue().splitlines():
         if line.startswith('saved to'): print(line, flush=True)
     return record
@@ -320,8 +349,11 @@ def main(argv=None):
         print(gpu_record()['gpu'], flush=True)
     except CudaError as error: return print(error, file=sys.stderr) or 2
     try:
-        for model in args.models: trace_step(model, np.random.default_rng(args.seed), args.position, args.layers and tuple(args.layers), args.clumped, not args.no_save, **(dict(measured_commit=args.commit) if args.commit else {}))
+        for model in args.models:
+            trace_step(model, np.random.default_rng(args.seed), args.position, args.layers and tuple(args.layers), args.clumped, not args.no_save,
+                       **(dict(measured_commit=args.commit) if args.commit else {}))
     except SparkinferError as error: return print(error, file=sys.stderr) or 2
     return 0
 
-if getattr(globals().get('__spec__'), 'name', None) == 'sparkinfer.cuda.trace' and __name__ == '__main__': sys.exit(main())      # not in a notebook, which is `__main__` too
+# not in a notebook, which is `__main__` too
+if getattr(globals().get('__spec__'), 'name', None) == 'sparkinfer.cuda.trace' and __name__ == '__main__': sys.exit(main())

@@ -53,12 +53,14 @@ class Engine:
         self.max_context = min(max_context or runner.max_context, runner.max_context, self.memory.capacity)
         self.max_running = min(self.limits.max_running or runner.num_slots, runner.num_slots)
         self.vocab_size, self.turn_ids, self.grammars = runner.config.vocab_size, turn_starts(tokenizer), GrammarCompiler(tokenizer)
-        self.cache_file, self.capacity, self.card = cache_file, None, None     # capacity: what the runner was loaded with room for; card: a ModelCard; if somebody says
+        # capacity: what the runner was loaded with room for; card: a ModelCard; if somebody says
+        self.cache_file, self.capacity, self.card = cache_file, None, None
         self._waiting, self._running, self._streams = [], [], set()    # waiting: sequences in order; all three change only while `_changed` is held
         self._changed, self._calls, self._look, self._held = threading.Condition(), deque(), False, False
         self._serial, self._pid, self._longest, self._next_look = itertools.count(), os.getpid(), None, 0.0
         self._closing, self._broken, self._counts = False, None, dict(finished=0, failed=0, cancelled=0)
-        self._ended, self._close_at_end, self._close_lock, self._flights = False, False, threading.Lock(), deque()     # flights: steps that were begun and not taken in, the oldest first
+        # flights: steps that were begun and not taken in, the oldest first
+        self._ended, self._close_at_end, self._close_lock, self._flights = False, False, threading.Lock(), deque()
         self.work = dict(steps=0, rows=0, drawn=0, preempted=0, retried=0, memory_faults=0, runner_seconds=0.0, step_seconds=0.0)
         self._thread = threading.Thread(target=self._run, name='sparkinfer-engine', daemon=True)
         self._thread.start()
@@ -120,7 +122,8 @@ def submit(self: Engine, request: Request) -> Stream:
     with self._changed:
         if self._closing: raise EngineBusy('the engine is shutting down', 'closing')
         if self._broken is not None: raise EngineBusy(f'the engine has failed and cannot go on: {self._broken}', 'failed')
-        waiting = sum(s.started is None for s in self._streams) - max(0, self.max_running - len(self._running))    # those for whom there is a place wait for the next step only
+        # those for whom there is a place wait for the next step only
+        waiting = sum(s.started is None for s in self._streams) - max(0, self.max_running - len(self._running))
         if waiting >= self.limits.max_queue: raise EngineBusy(f'{max(waiting, 0)} requests are waiting already, which is the limit: try again later')
         self._streams.add(stream)
         self._wait_again(first)
@@ -174,7 +177,9 @@ def call(self: Engine, function, timeout=60.0):
     if self._pid != os.getpid(): raise EngineBusy(FORKED, 'failed')
     if threading.current_thread() is self._thread: return function()            # asked from within such a call
     with self._changed:
-        if self._broken is not None or self._closing or self._ended: raise EngineBusy('the engine is shutting down' if self._closing else f'the engine has failed: {self._broken}', 'closing' if self._closing else 'failed')
+        if self._broken is not None or self._closing or self._ended:
+            raise EngineBusy('the engine is shutting down' if self._closing else f'the engine has failed: {self._broken}',
+                             'closing' if self._closing else 'failed')
         self._calls.append((function, out, done))
         self._changed.notify_all()
     if not done.wait(timeout):
@@ -187,11 +192,14 @@ def call(self: Engine, function, timeout=60.0):
 @patch
 def _answer_calls(self: Engine):
     for _ in range(len(self._calls)):
-        if not self._ended: self._land()                                        # here, and not before: a call may come at any moment, and finds no step in flight
+        # here, and not before: a call may come at any moment, and finds no step in flight
+        if not self._ended: self._land()
         function, out, done = self._calls.popleft()
         if out: continue                                                        # given up
         try:
-            if self._ended: raise EngineBusy('the engine is shutting down' if self._broken is None else f'the engine has failed: {self._broken}', 'closing' if self._broken is None else 'failed')
+            if self._ended:
+                raise EngineBusy('the engine is shutting down' if self._broken is None else f'the engine has failed: {self._broken}',
+                                 'closing' if self._broken is None else 'failed')
             answer = function()
             if answer is AGAIN:
                 self._calls.append((function, out, done))
@@ -297,7 +305,8 @@ def _admit(self: Engine):
         if lease is None and self.memory.leases:                                # they will be given back, by a sequence or by a text that is only read
             with self._changed: return self._wait_again(sequence)
         if lease is None:
-            self._fail(sequence.stream, SparkinferError(f'{pages_to_begin(sequence.length)} pages of memory are needed and {self.memory.usable_pages} can be had, although nothing else runs'))
+            self._fail(sequence.stream,
+                       SparkinferError(f'{pages_to_begin(sequence.length)} pages of memory are needed and {self.memory.usable_pages} can be had, although nothing else runs'))
             continue
         sequence.lease = lease
         if sequence.cached is None: sequence.cached = lease.cached
@@ -312,7 +321,8 @@ def _make_room(self: Engine, planned):
         while sequence.lease is not None and not self._extend(sequence, rows):
             youngest = max(self._running, key=lambda q: q.order)
             if youngest is sequence and len(self.memory.leases) == 1:
-                self._fail(sequence.stream, SparkinferError(f'out of memory: no page is left after {sequence.lease.length:,} tokens, although nothing else runs'))
+                self._fail(sequence.stream,
+                           SparkinferError(f'out of memory: no page is left after {sequence.lease.length:,} tokens, although nothing else runs'))
             else: self._preempt(youngest)
     return [(sequence, rows) for sequence, rows in planned if sequence.lease is not None]
 
@@ -356,13 +366,15 @@ def _step(self: Engine):
     self._keep(planned)
     self._flights.append(Flight(handle, planned, draws, faults))
     for sequence, _ in draws: sequence.take_off()
-    waits = isinstance(handle, StepResult) or faults or any(q.cached is None or not q.steady for q, _ in draws)      # cached is None: an answer that parts from another here needs a copy of this very memory
+    # cached is None: an answer that parts from another here needs a copy of this very memory
+    waits = isinstance(handle, StepResult) or faults or any(q.cached is None or not q.steady for q, _ in draws)
     self._land(keep=0 if waits else 1)
 
 # %% ../../nbs/engine/02_engine.ipynb #5c2a3469
 @patch
 def _specs(self: Engine, draws):
-    "(a `SampleSpec` for each draw, what went wrong with some of them: {number: exception}). A row whose constraint has failed takes part in the step and ends after it"
+    """(a `SampleSpec` for each draw, what went wrong with some of them: {number: exception}). A row whose constraint has failed takes part in the
+    step and ends after it"""
     specs, faults = [], {}
     for k, (sequence, _) in enumerate(draws):
         try: specs.append(sequence.spec())
@@ -424,7 +436,8 @@ def _hand_out(self: Engine, draws, result, faults):
         if sequence.cached is None and sequence.stream.sequences[0].lease: self._branch(sequence, sequence.stream.sequences[0])
     for k, (sequence, _) in enumerate(draws):
         sequence.flying -= 1
-        if sequence.reason is not None: continue                                # another answer of its request has failed in this step, or it ended with the step before
+        # another answer of its request has failed in this step, or it ended with the step before
+        if sequence.reason is not None: continue
         if (error := faults.get(k, errors[k])) is not None:
             self._fail(sequence.stream, error)
             continue
@@ -490,7 +503,8 @@ def _cancel(self: Engine, stream):
 def health(self: Engine) -> EngineHealth:
     if self._pid != os.getpid(): return EngineHealth(False, FORKED, 0, 0, **self._counts)       # a lock may have been held when the process forked
     with self._changed:
-        detail = (f'failed: {self._broken}' if self._broken is not None else 'closed' if self._closing else 'the thread has died' if not self._thread.is_alive() else 'ok')
+        detail = (f'failed: {self._broken}' if self._broken is not None else 'closed' if self._closing else 'the thread has died'
+                  if not self._thread.is_alive() else 'ok')
         queued = sum(s.started is None for s in self._streams)
         return EngineHealth(detail == 'ok', detail, len(self._streams) - queued, queued, **self._counts)
 

@@ -37,7 +37,8 @@ class Stream:
         self.engine._cancel(self)
 
     def _check_process(self):
-        if self.engine is not None and self.engine._pid != os.getpid(): raise EngineBusy('this process was forked while the request ran: its events go to the parent', 'failed')
+        if self.engine is not None and self.engine._pid != os.getpid():
+            raise EngineBusy('this process was forked while the request ran: its events go to the parent', 'failed')
 
     def _put(self, *events, last=False):
         with self._ready:
@@ -129,7 +130,8 @@ class HeldTokens:
         self.bytes_out += len(chunk.encode('utf-8', errors='replace'))
         self.carry += chunk
         ready = []
-        while self.held and (everything or (start := self.held[0][0]) < self.bytes_out or (self.held[0][1] == 0 and start == self.bytes_out)): ready.append(self.held.popleft())
+        while self.held and (everything or (start := self.held[0][0]) < self.bytes_out or (self.held[0][1] == 0 and start == self.bytes_out)):
+            ready.append(self.held.popleft())
         texts = [''] * len(ready)
         if ready: texts[-1], self.carry = self.carry, ''
         return [TokenEvent(self.choice, index, token, text, logprob) for (_, _, token, index, logprob), text in zip(ready, texts)]
@@ -188,7 +190,8 @@ class Sequence:
             self.reason, self.stop = 'stop', token
             return []
         if self.constraint is not None: self.constraint.accept(token)
-        logprob = None if self.params.logprobs is None else TokenLogprob(token, float(sampled.logprob), tuple(zip(sampled.top_ids.tolist(), sampled.top_logprobs.tolist())))
+        logprob = None if self.params.logprobs is None else TokenLogprob(token, float(sampled.logprob),
+                                                                         tuple(zip(sampled.top_ids.tolist(), sampled.top_logprobs.tolist())))
         events = self.held.add(token, logprob, self.text.push(token))
         if self.text.stopped is not None: self.reason, self.stop = 'stop', self.text.stopped
         elif self.constraint is not None and self.constraint.finished: self.reason = 'stop'      # nothing but the end could follow: it need not be computed
@@ -198,7 +201,8 @@ class Sequence:
     def finish(self, reason):
         "The last events of the answer"
         events = [] if self.text.stopped is not None else self.held.release(self.text.finish(), everything=True)
-        usage = Usage(self.prompt_length, self.length - self.prompt_length, self.cached or 0, self.constraint.reasoning_tokens if self.constraint is not None else 0)
+        usage = Usage(self.prompt_length, self.length - self.prompt_length, self.cached or 0,
+                      self.constraint.reasoning_tokens if self.constraint is not None else 0)
         timing = Timing(self.stream.queued_at, self.stream.started, self.first_token_at, time.perf_counter())
         return events + [FinishEvent(self.choice, reason, self.held.carry, usage, self.params.seed, self.stop, timing)]
 
@@ -210,5 +214,6 @@ def spec(self: Sequence):
     "What the next draw needs, a history that ends in -1 if a token is in flight; raises what goes wrong with a constraint"
     p, looks_back = self.params, self.looks_back
     return SampleSpec(p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty, p.seed, self.choice,
-        self.length + self.flying - self.prompt_length, self.bias_ids, self.bias_values, self.tokens[:self.length + self.flying if looks_back else 0], self.prompt_length if looks_back else 0,
+        self.length + self.flying - self.prompt_length, self.bias_ids, self.bias_values, self.tokens[:self.length + self.flying if looks_back else 0],
+        self.prompt_length if looks_back else 0,
         -1 if p.logprobs is None else p.logprobs, NO_MASK if self.constraint is None else self.constraint.allowed())

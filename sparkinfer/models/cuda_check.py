@@ -28,12 +28,15 @@ from ..ops.sampling import SampleSpec, SamplingError, pack_mask, sample_spec
 
 # %% ../../nbs/models/05_cuda_check.ipynb #aabafe42
 FAMILIES = ('llama', 'qwen3', 'qwen3_moe', 'qwen3_next', 'qwen3_5-r1', 'qwen3_5-r2', 'qwen3_5-r3', 'qwen3_5_moe')
-SYNTHETIC = {'tiny-llama': None, 'tiny-qwen3': None, 'tiny-qwen3moe': None, 'tiny-qwen3next': None, 'tiny-qwen35': None, 'tiny-qwen35moe': None, 'small-qwen35': 4, 'small-qwen35moe': 4}      # shape: layers
+# shape: layers
+SYNTHETIC = {'tiny-llama': None, 'tiny-qwen3': None, 'tiny-qwen3moe': None, 'tiny-qwen3next': None, 'tiny-qwen35': None, 'tiny-qwen35moe': None,
+             'small-qwen35': 4, 'small-qwen35moe': 4}
 
 def in_floats(weights):
     "The same weights, every tensor decoded to float32"
     flat = lambda t: np.ascontiguousarray(t.dequantize(), np.float32).reshape(-1).view(np.uint8)
-    return Weights(weights.config, {name: Tensor(weights[name].name, weights[name].shape, quant_type('F32'), flat(weights[name])) for name in weights}, weights.unused)
+    return Weights(weights.config, {name: Tensor(weights[name].name, weights[name].shape, quant_type('F32'), flat(weights[name])) for name in weights},
+                   weights.unused)
 
 def tiny(name, folder):
     "(weights in float32, recorded arrays) of a checkpoint of data/reference/tiny"
@@ -44,7 +47,8 @@ def tiny(name, folder):
 def feed(runner, ids, cuts=(), start=0, slot=0):
     "Logits of every token of `ids`, cut before the positions `cuts`"
     edges = [0, *cuts, len(ids)]
-    return np.concatenate([runner.collect(runner.submit(Batch.of(ids[a:b], start=start + a, slot=slot, outputs='all'))).logits for a, b in zip(edges, edges[1:]) if b > a])
+    return np.concatenate([runner.collect(runner.submit(Batch.of(ids[a:b], start=start + a, slot=slot, outputs='all'))).logits
+                           for a, b in zip(edges, edges[1:]) if b > a])
 
 def worst(logits, reference):
     "Largest relative error of a row; every number finite"
@@ -138,7 +142,8 @@ def check_company(weights, ids, kv='f16', steps=6, limit=1e-3, count=32):
                 two = np.sort(solo[i][step + 1])[-2:]
                 if tokens[i] != chosen[i, step + 1]:
                     differ += 1
-                    assert two[1] - two[0] < limit * np.linalg.norm(solo[i][step + 1]), f'sequence {i} says {tokens[i]} in company and {chosen[i, step + 1]} alone, by {two[1] - two[0]:.3g}'
+                    assert two[1] - two[0] < limit * np.linalg.norm(
+                        solo[i][step + 1]), f'sequence {i} says {tokens[i]} in company and {chosen[i, step + 1]} alone, by {two[1] - two[0]:.3g}'
             together.append(None)
     for step, rows in enumerate(together):
         if rows is not None: errors.append(worst(rows, np.array([s[step] for s in solo])))
@@ -208,11 +213,14 @@ def check_hidden(weights, ids, limit=1e-3):
 
 # %% ../../nbs/models/05_cuda_check.ipynb #a5ef7804
 def check_ahead(weights, ids, count=5, rounds=10, steps=100):
-    "Greedy, drawn and penalised, each token fed and counted on the card and read one step later, against steps that wait for it; now and then the host draws, since one asks for log-probabilities; and what memory is free before and after"
+    """Greedy, drawn and penalised, each token fed and counted on the card and read one step later, against steps that wait for it; now and then the
+    host draws, since one asks for log-probabilities; and what memory is free before and after"""
     runner = CudaRunner().load(weights, max_context=steps + 16, num_slots=2 * count)
     prompts, lengths = [np.roll(ids, -5 * i)[:4].astype(np.int32) for i in range(count)], None
-    few = dict(bias_ids=np.unique(ids[:8]).astype(np.int32), bias_values=np.full(len(np.unique(ids[:8])), 8, np.float32))                 # tokens that come again and again, so that a penalty decides
-    kinds = dict(temperature=0.), dict(temperature=1., top_p=.9), dict(temperature=1.), dict(temperature=1., presence_penalty=1.5, repetition_penalty=1.2, **few), dict(frequency_penalty=1., **few)
+    # tokens that come again and again, so that a penalty decides
+    few = dict(bias_ids=np.unique(ids[:8]).astype(np.int32), bias_values=np.full(len(np.unique(ids[:8])), 8, np.float32))
+    kinds = (dict(temperature=0.), dict(temperature=1., top_p=.9), dict(temperature=1.),
+             dict(temperature=1., presence_penalty=1.5, repetition_penalty=1.2, **few), dict(frequency_penalty=1., **few))
     def spec(i, step, said):
         history = dict(history_ids=np.r_[prompts[i], said].astype(np.int32), prompt_length=len(prompts[i])) if i > 2 else {}
         return SampleSpec(**kinds[i], **history, seed=i, step=step, num_logprobs=0 if i == 0 and step % 9 == 5 else -1)
@@ -231,14 +239,18 @@ def check_ahead(weights, ids, count=5, rounds=10, steps=100):
         for slot in range(count): runner.reset(count + slot)
         np.testing.assert_array_equal(answers(count, True), want)
         if not SIMULATED: free.append(device_free())
-    assert not free or (np.diff(free) < 0).sum() < len(free) / 2, f'free memory drifts: {free}'            # other processes may take and give meanwhile; a leak would show in every round
+    # other processes may take and give meanwhile; a leak would show in every round
+    assert not free or (np.diff(free) < 0).sum() < len(free) / 2, f'free memory drifts: {free}'
     runner.close()
-    return f'{rounds * steps} steps of {count} sequences, the same tokens; free memory {free[-1] - free[0]:+,} bytes' if free else f'{rounds * steps} steps of {count} sequences, the same tokens'
+    return (f'{rounds * steps} steps of {count} sequences, the same tokens; free memory {free[-1] - free[0]:+,} bytes' if free
+            else f'{rounds * steps} steps of {count} sequences, the same tokens')
 
 # %% ../../nbs/models/05_cuda_check.ipynb #a7f5da58
 def check_ties(weights, ids, kv, count=32, steps=24):
-    "The spec's greedy answers to `count` prompts: where this runner would say another token, the two best logits of the spec must lie closer together than the runners' logits do. With keys in float32 that is nowhere"
-    runner, spec, ties, errors = CudaRunner(kv_type=kv).load(weights, max_context=144, num_slots=1), SpecRunner().load(weights, max_context=144, num_slots=1), 0, []
+    """The spec's greedy answers to `count` prompts: where this runner would say another token, the two best logits of the spec must lie closer
+    together than the runners' logits do. With keys in float32 that is nowhere"""
+    runner, spec, ties, errors = (CudaRunner(kv_type=kv).load(weights, max_context=144, num_slots=1), SpecRunner().load(weights, max_context=144, num_slots=1),
+                                  0, [])
     for i in range(count):
         prompt = np.roll(ids, -7 * i)[:20 + i].astype(np.int32)
         for r in (runner, spec): r.reset(0)
@@ -247,7 +259,8 @@ def check_ties(weights, ids, kv, count=32, steps=24):
             errors.append(np.abs(a - b).max())
             if a.argmax() != b.argmax():
                 best, ties = np.sort(a)[-2:], ties + 1
-                assert kv != 'f32' and best[1] - best[0] < 2 * errors[-1], f'prompt {i}, step {step}: {b.argmax()} instead of {a.argmax()}, which leads by {best[1] - best[0]:.3g}; the logits differ by {errors[-1]:.3g}'
+                assert kv != 'f32' and best[1] - best[0] < 2 * errors[
+                    -1], f'prompt {i}, step {step}: {b.argmax()} instead of {a.argmax()}, which leads by {best[1] - best[0]:.3g}; the logits differ by {errors[-1]:.3g}'
             token = np.array([a.argmax()], np.int32)
             a, b = (feed(r, token, start=len(prompt) + step)[-1] for r in (spec, runner))
     runner.close()
@@ -311,13 +324,15 @@ def noise_weights(shape, layers=None):
     bytes_of = {kind: np.resize(pool(kind).reshape(-1), n) for kind, n in longest.items()}
     for name, size in sizes.items():
         kind = type_of(s, name)
-        data = bulk_values(name, size, 0, slice(None)).astype(np.float32).reshape(-1).view(np.uint8) if kind == 'F32' and len(size) < 2 else bytes_of[kind][:nbytes[name]]
+        data = bulk_values(name, size, 0,
+                           slice(None)).astype(np.float32).reshape(-1).view(np.uint8) if kind == 'F32' and len(size) < 2 else bytes_of[kind][:nbytes[name]]
         tensors[name] = Tensor(name, size, quant_type(kind), data)
     return Weights.from_checkpoint(SimpleNamespace(metadata=metadata, tensors=tensors), ModelConfig.from_gguf(metadata, tensors))
 
 # %% ../../nbs/models/05_cuda_check.ipynb #f69aeb95
 def step_bytes(runner, sequences, position):
-    "What a step of `sequences` sequences at `position` has to read, and of states also to write: every matrix once, of experts those that the last layer was asked for"
+    """What a step of `sequences` sequences at `position` has to read, and of states also to write: every matrix once, of experts those that the last
+    layer was asked for"""
     c, n = runner.config, size_for(sequences)
     asked = len(set(runner.buffers['ids'].read(np.int32, n * c.experts_per_token).tolist())) / c.num_experts if c.num_experts else 0
     total = runner.head.nbytes + sequences * (position * runner.page_bytes // PAGE + 2 * runner.state_bytes)
@@ -328,7 +343,8 @@ def step_bytes(runner, sequences, position):
     return total
 
 def kernel_table(runner, sequences):
-    "[dict(kernel, launches, microseconds each, milliseconds together)] of a step, the costliest first: all launches of one kernel after one another, without the others between them"
+    """[dict(kernel, launches, microseconds each, milliseconds together)] of a step, the costliest first: all launches of one kernel after one
+    another, without the others between them"""
     from sparkinfer.cuda.graphs import Graph, Kernel, replay_seconds
     noted, launch, found = {}, Kernel.launch, []
     def note(kernel, grid, block, *values, stream=None, dependent=False, shared=0): noted.setdefault(kernel, []).append((grid, block, *values))
@@ -342,12 +358,14 @@ def kernel_table(runner, sequences):
         with graph.record() as stream:
             for given in launches: kernel.launch(*given, stream=stream, dependent=True)
         seconds = float(np.median(replay_seconds(graph, 7)))
-        found.append(dict(kernel=kernel.name, launches=len(launches), microseconds=round(seconds / len(launches) * 1e6, 2), milliseconds=round(seconds * 1e3, 4)))
+        found.append(dict(kernel=kernel.name, launches=len(launches), microseconds=round(seconds / len(launches) * 1e6, 2),
+                          milliseconds=round(seconds * 1e3, 4)))
     return sorted(found, key=lambda k: -k['milliseconds'])
 
 # %% ../../nbs/models/05_cuda_check.ipynb #fceda975
 def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None, ready=lambda: None, ceiling=4.11e12, through=None):
-    "Make the model in memory, load it, wait for `ready()`, time it. through: function(runner, GGUF metadata) that times it once more, as [dict(requests, tok_s)], and may close it; ceiling: bytes a second that the card reads at best, which is what an H200 was measured at"
+    """Make the model in memory, load it, wait for `ready()`, time it. through: function(runner, GGUF metadata) that times it once more, as
+    [dict(requests, tok_s)], and may close it; ceiling: bytes a second that the card reads at best, which is what an H200 was measured at"""
     from sparkinfer.cuda.check import gpu_record
     from sparkinfer.cuda.graphs import replay_seconds
     from sparkinfer.models.synthetic import model_metadata, shape_of
@@ -364,8 +382,11 @@ def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None
         device, nbytes = float(np.median(replay_seconds(graph))), step_bytes(runner, sequences, position)
         if sequences in (1, 32): kernels[str(sequences)] = kernel_table(runner, sequences)
         drawn = time_decode(runner, sequences, position, ahead=True, temperature=.7, top_k=40, top_p=.95)
-        rows.append(dict(sequences=sequences, position=position, device_milliseconds=round(device * 1e3, 3), milliseconds=round(took * 1e3, 3), tokens_a_second=round(sequences / took, 1), ahead_tokens_a_second=round(sequences / ahead, 1), drawn_tokens_a_second=round(sequences / drawn, 1),
-                         read_gb=round(nbytes / 1e9, 3), gb_s=round(nbytes / device / 1e9, 1), percent_of_read=round(100 * nbytes / device / ceiling, 1), kernels=sum(k['launches'] for k in kernels[str(sequences)]) if str(sequences) in kernels else 0))
+        rows.append(dict(sequences=sequences, position=position, device_milliseconds=round(device * 1e3, 3), milliseconds=round(took * 1e3, 3),
+                         tokens_a_second=round(sequences / took, 1), ahead_tokens_a_second=round(sequences / ahead, 1),
+                         drawn_tokens_a_second=round(sequences / drawn, 1),
+                         read_gb=round(nbytes / 1e9, 3), gb_s=round(nbytes / device / 1e9, 1), percent_of_read=round(100 * nbytes / device / ceiling, 1),
+                         kernels=sum(k['launches'] for k in kernels[str(sequences)]) if str(sequences) in kernels else 0))
         print({k: v for k, v in rows[-1].items()}, flush=True)
     runner.reset(0)
     prompt = np.random.default_rng(0).integers(0, weights.config.vocab_size, 1024)
@@ -377,10 +398,16 @@ def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None
     size, depth, engine = weights.nbytes, weights.config.num_layers, {}
     if through: engine = dict(engine=through(runner, model_metadata(shape_of(shape, layers), shape)))
     runner.close()
-    table = text_table(['sequences', 'at position', 'ms on the card', 'ms', 'tok/s', 'one step ahead', 'with temperature, top-k, top-p', 'GB read', 'GB/s', '% of reading', 'kernels'], [list(map(str, r.values())) for r in rows])
-    for sequences, found in kernels.items(): table += f'\n\n{sequences} sequences, each kernel alone:\n' + text_table(['kernel', 'a step', 'µs', 'ms together'], [list(map(str, k.values())) for k in found])
+    table = text_table(['sequences', 'at position', 'ms on the card', 'ms', 'tok/s', 'one step ahead', 'with temperature, top-k, top-p', 'GB read', 'GB/s',
+                        '% of reading', 'kernels'], [list(map(str, r.values())) for r in rows])
+    for sequences, found in kernels.items():
+        table += f'\n\n{sequences} sequences, each kernel alone:\n' + text_table(['kernel', 'a step', 'µs', 'ms together'],
+                                                                                 [list(map(str, k.values())) for k in found])
     if engine: table += '\n\nthrough the engine:\n' + text_table(['requests', 'tok/s'], [list(map(str, r.values())) for r in engine['engine']])
-    return report(f'cuda-runner-{shape}', f'{table}\n\nprompt of 1024 tokens: {1024 / read:.0f} tok/s', dict(shape=shape, layers=depth, kv_type=kv, weight_bytes=size, load_seconds=round(loaded, 1), ceiling_gb_s=ceiling / 1e9, prompt_tokens_a_second=round(1024 / read, 1), results=rows, kernels=kernels, **engine, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
+    return report(f'cuda-runner-{shape}', f'{table}\n\nprompt of 1024 tokens: {1024 / read:.0f} tok/s',
+                  dict(shape=shape, layers=depth, kv_type=kv, weight_bytes=size, load_seconds=round(loaded, 1), ceiling_gb_s=ceiling / 1e9,
+                       prompt_tokens_a_second=round(1024 / read, 1), results=rows, kernels=kernels, **engine, **gpu_record(),
+                       **(dict(measured_commit=commit) if commit else {})), save)
 
 # %% ../../nbs/models/05_cuda_check.ipynb #566bc9cd
 def bench_masks(shape='qwen3.6-35b-a3b', layers=4, save=True, commit=None):
@@ -390,11 +417,14 @@ def bench_masks(shape='qwen3.6-35b-a3b', layers=4, save=True, commit=None):
     runner, vocabulary, rows = CudaRunner().load(weights, max_context=512, num_slots=32), weights.config.vocab_size, []
     ids = np.arange(vocabulary)
     for sequences in (1, 32):
-        for what, more in (('no mask', {}), ('half allowed', dict(allowed=pack_mask(ids % 2 == 0))), ('ten allowed', dict(allowed=pack_mask(ids % (vocabulary // 10) == 5))), ('drawn on the host', dict(num_logprobs=0))):
+        for what, more in (('no mask', {}), ('half allowed', dict(allowed=pack_mask(ids % 2 == 0))),
+                           ('ten allowed', dict(allowed=pack_mask(ids % (vocabulary // 10) == 5))), ('drawn on the host', dict(num_logprobs=0))):
             seconds = time_decode(runner, sequences, 128, temperature=.7, top_k=40, top_p=.95, **more)
             rows.append(dict(sequences=sequences, what=what, milliseconds=round(seconds * 1e3, 3)))
     runner.close()
-    return report('cuda-masks', text_table(['sequences', 'mask', 'ms a step'], [list(map(str, r.values())) for r in rows]), dict(shape=shape, layers=layers, vocabulary=vocabulary, results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
+    return report('cuda-masks', text_table(['sequences', 'mask', 'ms a step'], [list(map(str, r.values())) for r in rows]),
+                  dict(shape=shape, layers=layers, vocabulary=vocabulary, results=rows, **gpu_record(),
+                       **(dict(measured_commit=commit) if commit else {})), save)
 
 # %% ../../nbs/models/05_cuda_check.ipynb #cc83c48b
 def bench_load(shape='qwen3.6-35b-a3b', layers=8, save=True, commit=None):
@@ -411,7 +441,9 @@ def bench_load(shape='qwen3.6-35b-a3b', layers=8, save=True, commit=None):
             rows.append(dict(what=what, seconds=round(time.perf_counter() - begin, 2)))
             runner.close()
         for kept in (cache_dir()/'packed').glob(f'{weights.checkpoint.path.name}-*.planes'): os.unlink(kept)
-    return report('cuda-load', text_table(['weights', 's'], [list(map(str, r.values())) for r in rows]), dict(shape=shape, layers=layers, weight_bytes=weights.nbytes, results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
+    return report('cuda-load', text_table(['weights', 's'], [list(map(str, r.values())) for r in rows]),
+                  dict(shape=shape, layers=layers, weight_bytes=weights.nbytes, results=rows, **gpu_record(),
+                       **(dict(measured_commit=commit) if commit else {})), save)
 
 # %% ../../nbs/models/05_cuda_check.ipynb #537a89f5
 def bench_first_start(shapes=('qwen3.6-35b-a3b', 'qwen3.8-27b'), save=True, commit=None):
@@ -428,19 +460,28 @@ def bench_first_start(shapes=('qwen3.6-35b-a3b', 'qwen3.8-27b'), save=True, comm
         outline = runner.outline(runner.plan_weights(weights), weights)
         begin, kernels = time.perf_counter(), kernels_of(*outline)
         made = make_kernels(kernels, ('sparkinfer.models.cuda_runner', 'kernels_of', outline), (9, 0), lambda name, seconds: each.append(seconds or 0))
-        rows.append(dict(shape=shape, kernels=len(kernels), made=made, seconds=round(time.perf_counter() - begin, 1), seconds_of_each=round(sum(each), 1), cores=cpu_count()))
-    return report('cuda-first-start', text_table(['shape', 'kernels', 'made', 's', 's of each', 'cores'], [list(map(str, r.values())) for r in rows]), dict(results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
+        rows.append(dict(shape=shape, kernels=len(kernels), made=made, seconds=round(time.perf_counter() - begin, 1), seconds_of_each=round(sum(each), 1),
+                         cores=cpu_count()))
+    return report('cuda-first-start', text_table(['shape', 'kernels', 'made', 's', 's of each', 'cores'], [list(map(str, r.values())) for r in rows]),
+                  dict(results=rows, **gpu_record(), **(dict(measured_commit=commit) if commit else {})), save)
 
 # %% ../../nbs/models/05_cuda_check.ipynb #a141ec9e
 def checks(folder, families, shapes):
     "[(what, function)]"
-    found = [(f'{name}, kv {kv}', lambda name=name, kv=kv, limit=limit: check_references(name, folder, kv, limit)) for name in families for kv, limit in (('f32', 1e-3), ('f16', 1e-2))]
-    found += [(f'memory of {name}, kv {kv}', lambda name=name, kv=kv: check_memory(name, folder, kv)) for name in families if name in ('llama', 'qwen3_5-r2', 'qwen3_5_moe') for kv in ('f16', 'int8')]
-    found += [(f'32 of {name}', lambda name=name: check_company(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)))) for name in families if name in ('llama', 'qwen3_5_moe')]
-    found += [(f'{what} of {name}', lambda name=name, check=check: check(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)))) for name in families if name in ('llama', 'qwen3_5_moe') for what, check in (('draws', check_draws), ('hidden rows', check_hidden), ('a step ahead', check_ahead))]
-    found += [(f'ties of {name}, kv {kv}', lambda name=name, kv=kv: check_ties(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)), kv)) for name in families if name in ('llama', 'qwen3', 'qwen3_5_moe') for kv in ('f32', 'f16')]
+    found = [(f'{name}, kv {kv}', lambda name=name, kv=kv, limit=limit: check_references(name, folder, kv, limit)) for name in families
+             for kv, limit in (('f32', 1e-3), ('f16', 1e-2))]
+    found += [(f'memory of {name}, kv {kv}', lambda name=name, kv=kv: check_memory(name, folder, kv)) for name in families
+              if name in ('llama', 'qwen3_5-r2', 'qwen3_5_moe') for kv in ('f16', 'int8')]
+    found += [(f'32 of {name}', lambda name=name: check_company(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)))) for name in families
+              if name in ('llama', 'qwen3_5_moe')]
+    found += [(f'{what} of {name}', lambda name=name, check=check: check(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)))) for name in families
+              if name in ('llama', 'qwen3_5_moe') for what, check in (('draws', check_draws), ('hidden rows', check_hidden), ('a step ahead', check_ahead))]
+    found += [(f'ties of {name}, kv {kv}', lambda name=name, kv=kv: check_ties(*(lambda w, r: (w, r['ids']))(*tiny(name, folder)), kv)) for name in families
+              if name in ('llama', 'qwen3', 'qwen3_5_moe') for kv in ('f32', 'f16')]
     found += [('a fault', lambda: check_faults(*(lambda w, r: (w, r['ids']))(*tiny('qwen3_5_moe', folder))))] if 'qwen3_5_moe' in families else []
-    return found + [(f'noise: {shape}', lambda shape=shape: check_shape_of(shape, SYNTHETIC[shape])) for shape in shapes] + [(f'noise: {shape}, kv int8', lambda shape=shape: check_shape_of(shape, SYNTHETIC[shape], 'int8')) for shape in shapes if shape == 'small-qwen35']
+    return (found + [(f'noise: {shape}', lambda shape=shape: check_shape_of(shape, SYNTHETIC[shape])) for shape in shapes]
+            + [(f'noise: {shape}, kv int8', lambda shape=shape: check_shape_of(shape, SYNTHETIC[shape], 'int8')) for shape in shapes
+               if shape == 'small-qwen35'])
 
 def run_check(what, number):
     "Check `number` of `checks(*what)` → (what, seconds, outcome)"
@@ -474,7 +515,9 @@ def main(argv=None):
             print(f'{name:36} {seconds:6.1f} s  {outcome}', flush=True)
     if lines:
         from sparkinfer.cuda.check import gpu_record
-        report('cuda-runner-check', f'{len(lines) - failed} of {len(lines)} hold', dict(failed=failed, checks=[dict(what=w, seconds=s, outcome=o) for w, s, o in lines], **gpu_record(), **(dict(measured_commit=args.commit) if args.commit else {})), save=not failed)
+        report('cuda-runner-check', f'{len(lines) - failed} of {len(lines)} hold',
+               dict(failed=failed, checks=[dict(what=w, seconds=s, outcome=o) for w, s, o in lines], **gpu_record(),
+                    **(dict(measured_commit=args.commit) if args.commit else {})), save=not failed)
     if args.first_start: bench_first_start(commit=args.commit)
     if args.masks: bench_masks(commit=args.commit)
     if args.load: bench_load(commit=args.commit)
@@ -487,7 +530,8 @@ if getattr(globals().get('__spec__'), 'name', None) == 'sparkinfer.models.cuda_c
 def small_hybrid(seed=0):
     "Weights of noise: a delta layer with experts, an attention layer with a gate and a dense feed-forward"
     from sparkinfer.models.weights import tensor_shapes
-    config = ModelConfig('qwen35moe', 2, 16, 2, 1, 16, 16, 24, 64, 1e-6, 1e4, 8, False, False, ('delta', 'attention'), ffn_kinds=('moe', 'dense'), qk_norm=True, attention_gate=True, delta_key_heads=1, delta_value_heads=2, delta_key_dim=8, delta_value_dim=8, delta_conv=3,
+    config = ModelConfig('qwen35moe', 2, 16, 2, 1, 16, 16, 24, 64, 1e-6, 1e4, 8, False, False, ('delta', 'attention'), ffn_kinds=('moe', 'dense'), qk_norm=True,
+                         attention_gate=True, delta_key_heads=1, delta_value_heads=2, delta_key_dim=8, delta_value_dim=8, delta_conv=3,
                          num_experts=4, experts_per_token=2, expert_size=4, shared_size=4)
     rng, table = np.random.default_rng(seed), {}
     for name, shape in tensor_shapes(config).items():
@@ -509,9 +553,12 @@ def simulate(kv='f32', limit=1e-4):
     spec.submit(batch)
     drawn, heads = [5, 0], [[3], [4, 4]]                                             # in flight: what was drawn, and the 0 that stands for what could not be
     for step, who in enumerate((-1, 0)):                                             # first the card draws, then the host
-        biases = [dict(bias_ids=np.int32([token]), bias_values=np.float32([50])) if step == 0 else {} for token in drawn]       # with an entry of its own, and without
-        true = [SampleSpec(temperature=1., presence_penalty=100., seed=step, num_logprobs=who, history_ids=np.int32([*head, token]), prompt_length=1, **bias) for head, token, bias in zip(heads, drawn, biases)]
-        handle = runner.submit(Batch([-1, -1], [3 + step, 4 + step], [0, 1], [0, 1]), [replace(s, history_ids=np.r_[s.history_ids[:-1], np.int32(-1)]) for s in true])
+        # with an entry of its own, and without
+        biases = [dict(bias_ids=np.int32([token]), bias_values=np.float32([50])) if step == 0 else {} for token in drawn]
+        true = [SampleSpec(temperature=1., presence_penalty=100., seed=step, num_logprobs=who, history_ids=np.int32([*head, token]), prompt_length=1, **bias)
+                for head, token, bias in zip(heads, drawn, biases)]
+        handle = runner.submit(Batch([-1, -1], [3 + step, 4 + step], [0, 1], [0, 1]),
+                               [replace(s, history_ids=np.r_[s.history_ids[:-1], np.int32(-1)]) for s in true])
         want = [sample_spec(row, s).token for row, s in zip(spec.submit(Batch(drawn, [3 + step, 4 + step], [0, 1], [0, 1])).logits, true)]
         np.testing.assert_array_equal(runner.collect(handle).tokens, want)
         assert all(w != d for w, d in zip(want, drawn)), 'penalised, and said again'

@@ -18,7 +18,8 @@ from numba.cuda import types
 from ..cuda.graphs import Kernel
 from ..cuda.linear import silu
 from ..cuda.moe_routing import ordered
-from ..cuda.ptx import (SIMULATED, as_float, bits_and, byte_permute, floats_to_halves, halves_to_floats, launch_dependents, load16, load_f32, load_u32, round_to_int, shift_left, shift_right, shuffle_xor, store_f32, store_u32,
+from ..cuda.ptx import (SIMULATED, as_float, bits_and, byte_permute, floats_to_halves, halves_to_floats, launch_dependents, load16, load_f32, load_u32,
+                                 round_to_int, shift_left, shift_right, shuffle_xor, store_f32, store_u32,
                                  wait_for_previous, warp_max, warp_max_word, warp_min_word, warp_sum)
 
 # %% ../../nbs/models/05_cuda_plain.ipynb #53b60fb6
@@ -51,7 +52,8 @@ def norm_kernel(columns, eps):
 
 @lru_cache(None)
 def gated_norm_kernel(heads, size, eps):
-    "RMSNorm of each head, times silu(gate). Arguments: x (rows, heads · size), weight (size), gate, out as x; gate_stride (floats). A block of 32 threads for each head of each row"
+    """RMSNorm of each head, times silu(gate). Arguments: x (rows, heads · size), weight (size), gate, out as x; gate_stride (floats). A block of 32
+    threads for each head of each row"""
     def plain_gated_norm(x, weight, gate, out, gate_stride):
         launch_dependents()
         wait_for_previous()
@@ -61,7 +63,8 @@ def gated_norm_kernel(heads, size, eps):
             v = load_f32(source + 4 * i)
             total += v * v
         scale = np.float32(1) / math.sqrt(warp_sum(total, 32) / np.float32(size) + np.float32(eps))
-        for i in range(cuda.threadIdx.x, size, 32): store_f32(out + 4 * (block * size + i), load_f32(source + 4 * i) * scale * load_f32(weight + 4 * i) * silu(load_f32(gates + 4 * i)))
+        for i in range(cuda.threadIdx.x, size, 32):
+            store_f32(out + 4 * (block * size + i), load_f32(source + 4 * i) * scale * load_f32(weight + 4 * i) * silu(load_f32(gates + 4 * i)))
     return kernel(plain_gated_norm, 4, 1, heads, size, eps)
 
 def plain_swiglu(x, out, width, x_stride):
@@ -96,7 +99,8 @@ def four_of(kind):
     @cuda.jit(device=True)
     def of_bf16(base, at):
         low, high, mask = load_u32(base + 2 * at), load_u32(base + 2 * at + 4), np.uint32(0xffff0000)
-        return as_float(shift_left(low, np.uint32(16))), as_float(bits_and(low, mask)), as_float(shift_left(high, np.uint32(16))), as_float(bits_and(high, mask))
+        return (as_float(shift_left(low, np.uint32(16))), as_float(bits_and(low, mask)), as_float(shift_left(high, np.uint32(16))),
+                as_float(bits_and(high, mask)))
 
     @cuda.jit(device=True)
     def of_f16(base, at):
@@ -120,7 +124,8 @@ def embed_floats_kernel(kind, columns):
 
 @lru_cache(None)
 def experts_kernel(kind, rows, columns, shared_by):
-    "y[pair, row] = W[expert of the pair, row] · x[pair // shared_by]. Arguments: stack (experts · rows, columns), experts of the pairs (int32), x (…, columns), y (pairs, rows). A warp for each row of each pair: pairs · rows blocks of 32 threads"
+    """y[pair, row] = W[expert of the pair, row] · x[pair // shared_by]. Arguments: stack (experts · rows, columns), experts of the pairs (int32), x
+    (…, columns), y (pairs, rows). A warp for each row of each pair: pairs · rows blocks of 32 threads"""
     four = four_of(kind)
     def plain_experts(stack, ids, x, y):
         launch_dependents()
@@ -137,7 +142,8 @@ def experts_kernel(kind, rows, columns, shared_by):
 # %% ../../nbs/models/05_cuda_plain.ipynb #be8baaf6
 @lru_cache(None)
 def choose_kernel(experts, chosen, normalise):
-    "Softmax, the best `chosen`, their weights. Arguments: scores (rows, experts + 1), ids (rows, chosen) int32, weights (rows, chosen). A block of one thread for each row"
+    """Softmax, the best `chosen`, their weights. Arguments: scores (rows, experts + 1), ids (rows, chosen) int32, weights (rows, chosen). A block of
+    one thread for each row"""
     def plain_choose(scores, ids, weights):
         launch_dependents()
         wait_for_previous()
@@ -163,7 +169,8 @@ def choose_kernel(experts, chosen, normalise):
 # %% ../../nbs/models/05_cuda_plain.ipynb #dd57a4e2
 @lru_cache(None)
 def delta_kernel(key_heads, value_heads, key_dim, value_dim, tiled, eps=1e-6):
-    """As `delta_rows_kernel`. Arguments: y (rows, channels) convolved, x (rows, x_stride) with a and b, decay, dt, state, slots, firsts, counts, positions of each run (int32), out (rows, Hv · value_dim); x_stride, place of a, place of b.
+    """As `delta_rows_kernel`. Arguments: y (rows, channels) convolved, x (rows, x_stride) with a and b, decay, dt, state, slots, firsts, counts,
+    positions of each run (int32), out (rows, Hv · value_dim); x_stride, place of a, place of b.
     Runs · Hv blocks of value_dim threads"""
     channels, shared_by, scale = 2 * key_heads * key_dim + value_heads * value_dim, value_heads // key_heads, np.float32(key_dim ** -.5)
     def plain_delta(y, x, decay, dt, state, slots, firsts, counts, positions, out, x_stride, place_a, place_b):
@@ -202,7 +209,8 @@ KV_BYTES = {'f32': 4, 'f16': 2, 'int8': 1}
 
 @lru_cache(None)
 def heads_kernel(heads, kv_heads, head_dim, rope_dim, gated, normed, eps, kv):
-    """Arguments: x (rows, x_stride): [each head: query (| gate) | keys | values], q_norm, k_norm, angles (positions, rope_dim / 2, 2), key pages, value pages, their scales ('int8'), slots, table, positions of the rows (int32), queries (rows, heads, head_dim) float32; x_stride, table_stride.
+    """Arguments: x (rows, x_stride): [each head: query (| gate) | keys | values], q_norm, k_norm, angles (positions, rope_dim / 2, 2), key pages,
+    value pages, their scales ('int8'), slots, table, positions of the rows (int32), queries (rows, heads, head_dim) float32; x_stride, table_stride.
     A block of 32 threads for each head (query, key or value) of each row"""
     half, width, all_heads = rope_dim // 2, head_dim * (2 if gated else 1), heads + 2 * kv_heads
     def plain_heads(x, q_norm, k_norm, angles, keys, values, key_scales, value_scales, slots, table, positions, queries, x_stride, table_stride):
@@ -263,7 +271,8 @@ def heads_kernel(heads, kv_heads, head_dim, rope_dim, gated, normed, eps, kv):
 # %% ../../nbs/models/05_cuda_plain.ipynb #e0f6902b
 @lru_cache(None)
 def attention_kernel(heads, kv_heads, head_dim, gated, kv):
-    "Arguments: queries of `heads_kernel`, x (for the gates), key pages, value pages, their scales, slots, table, positions, out (rows, heads · head_dim); x_stride, table_stride. A block of head_dim threads for each head of each row"
+    """Arguments: queries of `heads_kernel`, x (for the gates), key pages, value pages, their scales, slots, table, positions, out (rows, heads ·
+    head_dim); x_stride, table_stride. A block of head_dim threads for each head of each row"""
     shared_by, width, factor = heads // kv_heads, head_dim * (2 if gated else 1), np.float32(head_dim ** -.5)
 
     @cuda.jit(device=True)
@@ -283,7 +292,8 @@ def attention_kernel(heads, kv_heads, head_dim, gated, kv):
         launch_dependents()
         wait_for_previous()
         row, head, element = np.int64(cuda.blockIdx.x) // heads, np.int64(cuda.blockIdx.x) % heads, np.int64(cuda.threadIdx.x)
-        position, pages, query = np.int64(load_u32(positions + 4 * row)), table + 4 * np.int64(load_u32(slots + 4 * row)) * table_stride, queries + 4 * (row * heads + head) * head_dim
+        position, pages, query = (np.int64(load_u32(positions + 4 * row)), table + 4 * np.int64(load_u32(slots + 4 * row)) * table_stride, queries
+                                  + 4 * (row * heads + head) * head_dim)
         top, total, answer = np.float32(-math.inf), np.float32(0), np.float32(0)
         for p in range(position + 1):
             home = (np.int64(load_u32(pages + 4 * (p // 16))) * kv_heads + head // shared_by) * 16 + p % 16
@@ -318,7 +328,8 @@ def plain_largest(logits, found, vocabulary):
     wait_for_previous()
     held, step = cuda.local.array(8, np.float32), PARTS * cuda.blockDim.x
     for first in range(part * cuda.blockDim.x + cuda.threadIdx.x, vocabulary, 8 * step):
-        for j in range(8): held[j] = load_f32(logits + 4 * (row * vocabulary + min(first + j * step, np.int64(vocabulary - 1))))     # eight requests, then the first use
+        # eight requests, then the first use
+        for j in range(8): held[j] = load_f32(logits + 4 * (row * vocabulary + min(first + j * step, np.int64(vocabulary - 1))))
         for j in range(8):
             word = np.uint32(0xffffffff) if held[j] != held[j] else ordered(held[j])
             if word > best and first + j * step < vocabulary: best, number = word, np.uint32(first + j * step)
@@ -345,5 +356,7 @@ def largest_of(found):
 # %% ../../nbs/models/05_cuda_plain.ipynb #2bf8163f
 def plain_kernels():
     "One of each, for the tests"
-    return [norm_kernel(64, 1e-6), gated_norm_kernel(4, 16, 1e-6), swiglu_kernel, pick_kernel, *(embed_floats_kernel(kind, 64) for kind in ('F32', 'BF16', 'F16')), *(experts_kernel(kind, 64, 64, 2) for kind in ('F32', 'BF16', 'F16')),
-            choose_kernel(4, 2, True), choose_kernel(4, 2, False), delta_kernel(2, 4, 16, 16, False), *(heads_kernel(4, 2, 16, 16, False, True, 1e-6, kv) for kv in KV_BYTES), *(attention_kernel(2, 1, 32, True, kv) for kv in KV_BYTES), largest_kernel]
+    return [norm_kernel(64, 1e-6), gated_norm_kernel(4, 16, 1e-6), swiglu_kernel, pick_kernel,
+            *(embed_floats_kernel(kind, 64) for kind in ('F32', 'BF16', 'F16')), *(experts_kernel(kind, 64, 64, 2) for kind in ('F32', 'BF16', 'F16')),
+            choose_kernel(4, 2, True), choose_kernel(4, 2, False), delta_kernel(2, 4, 16, 16, False),
+            *(heads_kernel(4, 2, 16, 16, False, True, 1e-6, kv) for kv in KV_BYTES), *(attention_kernel(2, 1, 32, True, kv) for kv in KV_BYTES), largest_kernel]

@@ -23,12 +23,14 @@ from ..cuda.linear import KIND_OF, KINDS, STAGE_BYTES, Matrix, embed, gemv, kind
 from ..cuda.moe_routing import DOWN_WARPS, down_fits, experts_down_kernel, experts_up_kernel, router_blocks, router_kernel, up_blocks
 from ..cuda.ptx import SIMULATED
 from ..cuda.sampling import DRAW_BYTES, ENTRY_BYTES, adjust, draw, draw_records, feed_kernel, mask_rows, needs, sampling_bytes
-from ..cuda.rows import JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_up_kernel, pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product
+from ..cuda.rows import (JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_up_kernel,
+                                  pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product)
 from ..errors import SparkinferError, UnsupportedError
 from ..jit import Compiling, Sources, package_root
 from ..model_store import cache_dir
 from ..formats.blocks import QUANT_TYPES, quant_type
-from .cuda_plain import (KV_BYTES, PARTS, attention_kernel, choose_kernel, delta_kernel, embed_floats_kernel, experts_kernel, gated_norm_kernel, heads_kernel, largest_kernel, norm_kernel, pick_kernel, swiglu_kernel)
+from .cuda_plain import (KV_BYTES, PARTS, attention_kernel, choose_kernel, delta_kernel, embed_floats_kernel, experts_kernel,
+                                          gated_norm_kernel, heads_kernel, largest_kernel, norm_kernel, pick_kernel, swiglu_kernel)
 from .forward import StepResult, check_batch, check_bytes, check_length, check_number, make_tables, model_frequencies, sample_rows
 from .weights import RowGather, ScaledTensor, TensorStack
 from ..ops.attention import PAGE
@@ -37,20 +39,23 @@ from ..ops.sampling import GREEDY_BELOW, Sampled, SamplingError, sample
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #3cd2487f
 class Rows:
-    "The rows of a tensor (of all matrices of a stack, one after the other): `type` on the card, `rows`, `columns`, `read(begin, end)` → (the bytes that `pack` takes, factor). floats: only types of plain numbers"
+    """The rows of a tensor (of all matrices of a stack, one after the other): `type` on the card, `rows`, `columns`, `read(begin, end)` → (the bytes
+    that `pack` takes, factor). floats: only types of plain numbers"""
     def __init__(self, tensor, floats=False, as_type=None):
         if isinstance(tensor, RowGather): tensor = tensor.resolved()
         self.tensor, self.columns, self.rows = tensor, tensor.shape[-1], math.prod(tensor.shape[:-1])
         self.members = tensor.members if isinstance(tensor, TensorStack) else (tensor,)
         names = {self.name_of(t) for t in self.members}
         self.type = names.pop() if len(names) == 1 else None
-        if self.type is not None and self.columns % max(kind_of(self.type).unit, quant_type(self.type).block_size if self.type != 'FP8' else 1): self.type = None
+        if self.type is not None and self.columns % max(kind_of(self.type).unit, quant_type(self.type).block_size if self.type != 'FP8' else 1):
+            self.type = None
         if self.type is not None and floats and self.type not in ('F32', 'F16', 'BF16'): self.type = None
         self.decoded = as_type is not None and as_type != self.type or self.type is None
         self.type = as_type or self.type or 'BF16'
         unit = KINDS[KIND_OF[self.type]].unit
         if self.columns % unit: self.type, self.decoded = 'F32', True               # a width that bfloat16's vectors do not divide
-        if self.columns % 4: raise UnsupportedError(f'{tensor.name} has rows of {self.columns} numbers; the GPU kernels need a multiple of 4 (the NumPy runner, --runner spec, takes any)')
+        if self.columns % 4:
+            raise UnsupportedError(f'{tensor.name} has rows of {self.columns} numbers; the GPU kernels need a multiple of 4 (the NumPy runner, --runner spec, takes any)')
 
     @staticmethod
     def name_of(t):
@@ -67,7 +72,9 @@ class Rows:
         begin, end = begin - first, end - first
         if self.decoded: return quant_type(self.type).encode(np.ascontiguousarray(self.values(t, begin, end), np.float32).reshape(-1, 1)), 1.0
         data, factor = t.data.reshape(each, -1)[begin:end], 1.0
-        if self.type == 'FP8': factor = np.repeat(np.asarray(t.scales['weight'], np.float32).reshape(-1), t.block[0])[begin:end] if t.scales['weight'].size > 1 else np.float32(t.scales['weight'].reshape(()))
+        if self.type == 'FP8':
+            factor = np.repeat(np.asarray(t.scales['weight'], np.float32).reshape(-1),
+                               t.block[0])[begin:end] if t.scales['weight'].size > 1 else np.float32(t.scales['weight'].reshape(()))
         if t.type.name == 'NVFP4_ROWS': data = nvfp4_blocks(data, t.scales['block'].reshape(each, -1)[begin:end])
         if self.type == 'NVFP4' and hasattr(t, 'factor'):
             own = np.asarray(t.factor, np.float32).reshape(-1)
@@ -87,7 +94,8 @@ class Rows:
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #c0d14326
 def nvfp4_blocks(codes, scales):
-    "Rows as folders hold them, weights 2i and 2i + 1 in byte i and a scale for 16, as blocks of GGUF: four scales, then eight bytes for each, weight i of 16 in the low half and weight 8 + i in the high half of byte i"
+    """Rows as folders hold them, weights 2i and 2i + 1 in byte i and a scale for 16, as blocks of GGUF: four scales, then eight bytes for each,
+    weight i of 16 in the low half and weight 8 + i in the high half of byte i"""
     rows, each = codes.shape
     of_16 = np.stack([codes & 15, codes >> 4], axis=-1).reshape(rows, each // 8, 2, 8)
     return np.concatenate([scales.view(np.uint8).reshape(-1, 4), (of_16[:, :, 0] | of_16[:, :, 1] << 4).reshape(-1, 32)], axis=1)
@@ -160,7 +168,8 @@ def place(plan, pool, tell=lambda nbytes: None, packed=None):
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #9e690104
 class Packed:
-    "The planes of a model's matrices in the file `path`, of `nbytes` bytes, matrix after matrix. whole: it is there; else it is being written beside that name, and `finish` makes it be there"
+    """The planes of a model's matrices in the file `path`, of `nbytes` bytes, matrix after matrix. whole: it is there; else it is being written
+    beside that name, and `finish` makes it be there"""
     def __init__(self, path, nbytes):
         self.path, self.at, self.whole = path, 0, path.exists() and path.stat().st_size == nbytes
         self.draft = path if self.whole else path.with_name(f'.{uuid.uuid4().hex}.draft')
@@ -211,16 +220,20 @@ def gigabytes(n): return f'{n / 1e9:.2f} GB'
 class CudaRunner:
     "Weights, keys, values and states on one NVIDIA GPU. A `Runner`"
     def __init__(self, kv_type='f16', graphs=True, fast=True):
-        "kv_type: 'f16', 'int8', or 'f32' (plain kernels only); graphs: record steps of decoding; fast: False uses the plain kernels of `models.cuda_plain` wherever there is one, to find faults"
+        """kv_type: 'f16', 'int8', or 'f32' (plain kernels only); graphs: record steps of decoding; fast: False uses the plain kernels of
+        `models.cuda_plain` wherever there is one, to find faults"""
         if kv_type not in KV_BYTES: raise SparkinferError(f"kv_type is {kv_type!r}; on the GPU use {', '.join(map(repr, KV_BYTES))}")
         self.kv_type, self.use_graphs, self.fast, self.config, self.notes = kv_type, graphs and not SIMULATED, fast, None, []
-        self.compiling, self.keep_packed = lambda event: None, False       # compiling hears of kernels that `load` compiles: `jit.Compiling`; keep_packed: whether weights are kept as the card takes them
+        # compiling hears of kernels that `load` compiles: `jit.Compiling`; keep_packed: whether weights are kept as the card takes them
+        self.compiling, self.keep_packed = lambda event: None, False
 
     def load(self, weights, max_context=None, num_slots=1, progress=None, num_pages=None):
-        "Move `weights` to the card and make room; see `Runner.load`. CudaError without a driver, UnsupportedError for a card that is too old, SparkinferError when memory is short"
+        """Move `weights` to the card and make room; see `Runner.load`. CudaError without a driver, UnsupportedError for a card that is too old,
+        SparkinferError when memory is short"""
         if not SIMULATED:
             driver()
-            if device_capability() < (9, 0): raise UnsupportedError(f'this GPU has compute capability {".".join(map(str, device_capability()))}; the kernels need 9.0 (Hopper) or newer')
+            if device_capability() < (9, 0):
+                raise UnsupportedError(f'this GPU has compute capability {".".join(map(str, device_capability()))}; the kernels need 9.0 (Hopper) or newer')
         self.config = c = weights.config
         self.max_context, self.num_slots = max_context or c.context_length, num_slots
         self.block_tables, self.num_pages = make_tables(num_slots, self.max_context, num_pages)
@@ -242,7 +255,8 @@ class CudaRunner:
         check_number(slot, self.num_slots, 'slot')
         self.lengths[slot] = 0
     def collect(self, handle): return handle.result() if isinstance(handle, Pending) else handle
-    def close(self): self.layers, self.graphs, self.buffers, self.memory, self.embedding, self.head, self.last, self.last_pieces = [], {}, {}, [], None, None, None, ()
+    def close(self):
+        self.layers, self.graphs, self.buffers, self.memory, self.embedding, self.head, self.last, self.last_pieces = [], {}, {}, [], None, None, None, ()
 
     @property
     def hidden(self):
@@ -264,12 +278,15 @@ def choose_kernels(self: CudaRunner):
     need(c.hidden_size % 4 == 0, f'hidden_size is {c.hidden_size}; the GPU kernels need a multiple of 4')
     self.width_in = {}
     if 'attention' in c.layer_kinds:
-        need(D % 4 == 0 and D <= 1024 and c.rope_dim <= D and c.rope_dim % 2 == 0, f'heads of {D} of which {c.rope_dim} rotate: attention on the GPU needs multiples of 4 and of 2, up to 1024')
+        need(D % 4 == 0 and D <= 1024 and c.rope_dim <= D and c.rope_dim % 2 == 0,
+             f'heads of {D} of which {c.rope_dim} rotate: attention on the GPU needs multiples of 4 and of 2, up to 1024')
         turns = half >= 32 and half % 32 == 0 or half < 32 and power_of_two(max(half, 1))
-        self.fast_attention = self.fast and D % 64 == 0 and D <= 256 and c.num_heads // c.num_kv_heads <= 8 and turns and (self.kv_type == 'f16' or self.kv_type == 'int8' and D % 128 == 0)
+        self.fast_attention = (self.fast and D % 64 == 0 and D <= 256 and c.num_heads // c.num_kv_heads <= 8 and turns
+                               and (self.kv_type == 'f16' or self.kv_type == 'int8' and D % 128 == 0))
         self.width_in['attention'] = (c.query_rows + 2 * c.kv_size + 31) // 32 * 32
     if 'delta' in c.layer_kinds:
-        need(c.delta_value_dim <= 1024 and c.delta_conv > 1, f'delta heads of {c.delta_value_dim} and {c.delta_conv} taps: the GPU kernels take up to 1024, and at least 2')
+        need(c.delta_value_dim <= 1024 and c.delta_conv > 1,
+             f'delta heads of {c.delta_value_dim} and {c.delta_conv} taps: the GPU kernels take up to 1024, and at least 2')
         self.fast_delta = self.fast and c.delta_key_dim % 32 == 0 and c.delta_value_dim % 32 == 0 and 2 * c.delta_key_dim <= 1024
         self.width_in['delta'] = (c.delta_channels + c.delta_value_size + 2 * c.delta_value_heads + 31) // 32 * 32
     self.moe = None             # 'jobs', 'plain': known once the types are
@@ -283,7 +300,8 @@ def choose_experts(self: CudaRunner, up, down):
     return jobs
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #6cdaecd5
-GROUPS = {'attention': {'into': ('attn.q', 'attn.k', 'attn.v'), 'out': ('attn.o',)}, 'delta': {'into': ('delta.qkv', 'delta.z', 'delta.a', 'delta.b'), 'out': ('delta.out',)},
+GROUPS = {'attention': {'into': ('attn.q', 'attn.k', 'attn.v'), 'out': ('attn.o',)},
+          'delta': {'into': ('delta.qkv', 'delta.z', 'delta.a', 'delta.b'), 'out': ('delta.out',)},
           'dense': {'up': ('ffn.gate', 'ffn.up'), 'down': ('ffn.down',)}, 'moe': {'shared_up': ('shared.gate', 'shared.up'), 'shared_down': ('shared.down',)}}
 VECTORS = {'attention': ('attn.q_norm', 'attn.k_norm'), 'delta': ('delta.conv', 'delta.decay', 'delta.dt', 'delta.norm'), 'dense': (), 'moe': ()}
 
@@ -311,7 +329,8 @@ def plan_weights(self: CudaRunner, weights):
                 gate, up, down = (rows(f'layers.{i}.moe.{n}', floats=True) for n in ('gate', 'up', 'down'))
                 if gate.type != up.type: gate, up = (rows(f'layers.{i}.moe.{n}', as_type='F32') for n in ('gate', 'up'))
             plans += [(i, 'experts_up', [(woven(gate, up, c.num_experts), 0)]), (i, 'experts_down', stacked([down]))]
-    if self.moe == 'plain' and any(p.kind.rounded for _, name, parts in plans if name.startswith('experts') for p, _ in parts): raise UnsupportedError('experts of some layers have fast kernels on the GPU and those of others have not')
+    if self.moe == 'plain' and any(p.kind.rounded for _, name, parts in plans if name.startswith('experts') for p, _ in parts):
+        raise UnsupportedError('experts of some layers have fast kernels on the GPU and those of others have not')
     floats = Rows(weights['embed']).type in ('F32', 'F16', 'BF16', 'FP8', 'NVFP4')            # the kernel for embeddings knows no factors
     plans.append((None, 'embed', stacked([rows('embed', floats=floats)])))
     if not c.tie_embeddings: plans.append((None, 'head', stacked([rows('head')])))
@@ -338,7 +357,8 @@ def check_room(self: CudaRunner, plans, weights):
     if needed <= free: return
     message = f'not enough memory on the GPU: {gigabytes(needed)} are needed ({gigabytes(matrices)} of weights, {gigabytes(each * self.num_pages)} of keys and values, {gigabytes(state * self.num_slots)} of states), {gigabytes(free)} of {gigabytes(total)} are free: {gigabytes(needed - free)} are missing'
     left = (free - fixed - state * (self.num_slots + 1)) // max(each, 1) - 1
-    raise SparkinferError(message + (f'; {left * PAGE:,} tokens of keys and values would fit' if left > 0 and each else '; the weights alone do not fit' if fixed > free else ''))
+    raise SparkinferError(message + (f'; {left * PAGE:,} tokens of keys and values would fit' if left > 0 and each else '; the weights alone do not fit'
+                                     if fixed > free else ''))
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #d080d979
 def device_free():
@@ -365,9 +385,11 @@ def splits_of(self: CudaRunner, n): return max(1, 128 // self.config.num_kv_head
 def buffer_sizes(self: CudaRunner):
     "Bytes of what a piece of 32 rows works in"
     c, n, H = self.config, SIZES[-1], self.config.hidden_size
-    wide, mixed = max([*self.width_in.values(), 2 * c.intermediate_size if 'dense' in c.ffn_kinds else 0, 2 * c.shared_size]), max(c.query_size, c.delta_value_size, c.intermediate_size if 'dense' in c.ffn_kinds else 0, c.shared_size, H)
+    wide, mixed = (max([*self.width_in.values(), 2 * c.intermediate_size if 'dense' in c.ffn_kinds else 0, 2 * c.shared_size]),
+                   max(c.query_size, c.delta_value_size, c.intermediate_size if 'dense' in c.ffn_kinds else 0, c.shared_size, H))
     sizes = dict(h=H, shown=SHOWN // n * H, x=wide, mixed=mixed, floats=max(mixed, wide), logits=c.vocab_size, picked=H, found=2 * PARTS)
-    sizes = {name: 4 * n * each for name, each in sizes.items()} | sampling_bytes(n, c.vocab_size) | dict(entries=ENTRIES * ENTRY_BYTES, record=2 * n * record_bytes((max(mixed, wide) + 31) // 32 * 32), inputs=4 * n * len(COLUMNS))
+    sizes = ({name: 4 * n * each for name, each in sizes.items()} | sampling_bytes(n, c.vocab_size)
+             | dict(entries=ENTRIES * ENTRY_BYTES, record=2 * n * record_bytes((max(mixed, wide) + 31) // 32 * 32), inputs=4 * n * len(COLUMNS)))
     if 'attention' in c.layer_kinds:
         pairs = max(n * c.num_kv_heads, max(self.splits_of(s) * s for s in SIZES) * c.num_kv_heads)
         sizes |= dict(tops=32 * pairs, sums=32 * pairs, partial=32 * pairs * c.head_dim, queries=4 * n * c.query_size)
@@ -375,7 +397,9 @@ def buffer_sizes(self: CudaRunner):
     if 'delta' in c.layer_kinds: sizes |= dict(convolved=4 * n * c.delta_channels, squares=4 * n * (c.delta_value_size // 32 + 1))
     if 'moe' in c.ffn_kinds:
         K, I = c.experts_per_token, c.expert_size
-        sizes |= dict(scores=4 * n * (c.num_experts + 1), ids=4 * n * K, shares=4 * n * K, jobs=4 * n * K * JOB_WORDS, middles=8 * n * K * I, halves=4 * n * K * I, parts=4 * n * K * H, others=4 * n * H, record_shared=n * record_bytes((c.shared_size + 31) // 32 * 32), records_down=n * K * record_bytes((I + 31) // 32 * 32), middle=n * (K + 1) * record_bytes((I + 31) // 32 * 32))
+        sizes |= dict(scores=4 * n * (c.num_experts + 1), ids=4 * n * K, shares=4 * n * K, jobs=4 * n * K * JOB_WORDS, middles=8 * n * K * I,
+                      halves=4 * n * K * I, parts=4 * n * K * H, others=4 * n * H, record_shared=n * record_bytes((c.shared_size + 31) // 32 * 32),
+                      records_down=n * K * record_bytes((I + 31) // 32 * 32), middle=n * (K + 1) * record_bytes((I + 31) // 32 * 32))
     return sizes
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #a079b5d1
@@ -385,7 +409,8 @@ def make_room(self: CudaRunner):
     c, kv = self.config, self.config.num_kv_heads
     self.buffers = {name: Buffer(size, fill=0) for name, size in self.buffer_sizes().items()}
     pages, slots = self.num_pages + 1, self.num_slots + 1
-    self.last, self.undrawn, self.results = Buffer(4 * slots, fill=0), True, Results()      # last: the token that each slot drew last; undrawn: the records of draws are zeros
+    # last: the token that each slot drew last; undrawn: the records of draws are zeros
+    self.last, self.undrawn, self.results = Buffer(4 * slots, fill=0), True, Results()
     self.table_width, self.last_pieces = self.block_tables.shape[1], ()
     self.tables = Buffer(4 * slots * self.table_width, fill=0)
     self.spare = np.full(self.table_width, self.num_pages, np.int32)
@@ -433,9 +458,11 @@ def place_weights(self: CudaRunner, plans, weights, progress):
         if kinds[1] == 'moe':
             router = weights[f'layers.{i}.moe.router'].dequantize()
             last = weights[f'layers.{i}.shared.router'].dequantize().reshape(1, -1) if c.shared_size else np.zeros((1, c.hidden_size), np.float32)
-            layer['router'] = Matrix.from_file('F32', np.ascontiguousarray(np.concatenate([router, last]), np.float32).view(np.uint8), c.num_experts + 1, c.hidden_size)
+            layer['router'] = Matrix.from_file('F32', np.ascontiguousarray(np.concatenate([router, last]), np.float32).view(np.uint8),
+                                               c.num_experts + 1, c.hidden_size)
         layer['memory'] = self.memory[i]
-    for layer, following in zip(self.layers, [l['into'][0][0] for l in self.layers[1:]] + [None]):                # what the next layer reads first is asked into the second cache
+    # what the next layer reads first is asked into the second cache
+    for layer, following in zip(self.layers, [l['into'][0][0] for l in self.layers[1:]] + [None]):
         layer['ahead'] = beginning(following) if following else (0, 0)
     self.final_norm_values = weights['final_norm'].dequantize().reshape(-1).astype(np.float32)
     self.final_norm = floats(self.final_norm_values)
@@ -516,7 +543,8 @@ def given(self: CudaRunner, name): return self.buffers['inputs'].address + 4 * S
 
 @patch
 def multiply(self: CudaRunner, parts, n, x, y, y_stride, stage, add=False, x_stride=None, ahead=(0, 0), **more):
-    "y (n, y_stride) (+)= each part · stage(x); parts: [(matrix, first column of y)]; ahead: (address, bytes) that the next kernel reads first; more: weight, gate, gate_stride of the stage, addresses and floats"
+    """y (n, y_stride) (+)= each part · stage(x); parts: [(matrix, first column of y)]; ahead: (address, bytes) that the next kernel reads first;
+    more: weight, gate, gate_stride of the stage, addresses and floats"""
     columns, eps, stream = parts[0][0].columns, self.config.norm_eps, self.stream
     rounded, floats = ([(m, y + 4 * at) for m, at in parts if m.kind.rounded is truth] for truth in (True, False))
     if rounded and n >= MANY and columns % 128 == 0:
@@ -526,7 +554,8 @@ def multiply(self: CudaRunner, parts, n, x, y, y_stride, stage, add=False, x_str
     if floats:
         source = self.make_floats(n, columns, x, stage, x_stride, **more)
         for m, target in floats:
-            for first in range(0, n, 8): gemv(m, source + 4 * first * columns, target + 4 * first * y_stride, y_stride, min(8, n - first), stream=stream, dependent=False, add=add)
+            for first in range(0, n, 8):
+                gemv(m, source + 4 * first * columns, target + 4 * first * y_stride, y_stride, min(8, n - first), stream=stream, dependent=False, add=add)
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #3a6055fd
 @patch
@@ -543,8 +572,11 @@ def multiply_few(self: CudaRunner, rounded, n, columns, x, y_stride, stage, add,
     for m, target in rounded:
         for first in range(0, n, at_once):
             here = target + 4 * first * y_stride
-            if each > STAGE_BYTES or stage == 'copy' and n > 1: gemv(m, x + first * row, here, y_stride, at_once, stream=stream, add=add, stage='copy' if at_once * each <= STAGE_BYTES else 'direct')
-            else: fat_gemv(m, x + first * row, here, y_stride, at_once, stage, weight, gate + 4 * first * gate_row, gate_row or None, add, eps, ahead, stream=stream)
+            if each > STAGE_BYTES or stage == 'copy' and n > 1:
+                gemv(m, x + first * row, here, y_stride, at_once, stream=stream, add=add, stage='copy' if at_once * each <= STAGE_BYTES else 'direct')
+            else:
+                fat_gemv(m, x + first * row, here, y_stride, at_once, stage, weight, gate + 4 * first * gate_row, gate_row or None, add, eps,
+                         ahead, stream=stream)
 
 @patch
 def make_floats(self: CudaRunner, n, columns, x, stage, x_stride=None, weight=0, gate=0, gate_stride=0):
@@ -552,7 +584,9 @@ def make_floats(self: CudaRunner, n, columns, x, stage, x_stride=None, weight=0,
     out, stream = self.at('floats'), self.stream
     if stage == 'norm': norm_kernel(columns, self.config.norm_eps).launch(n, 32, x, weight, out, x_stride or columns, columns, stream=stream)
     elif stage == 'swiglu': swiglu_kernel.launch(n * -(-columns // 128), 128, x, out, columns, x_stride or 2 * columns, stream=stream)
-    elif stage == 'gated': gated_norm_kernel(self.config.delta_value_heads, self.config.delta_value_dim, self.config.norm_eps).launch(n * self.config.delta_value_heads, 32, x, weight, gate, out, gate_stride, stream=stream)
+    elif stage == 'gated':
+        gated_norm_kernel(self.config.delta_value_heads, self.config.delta_value_dim,
+                          self.config.norm_eps).launch(n * self.config.delta_value_heads, 32, x, weight, gate, out, gate_stride, stream=stream)
     else: return x
     return out
 
@@ -577,7 +611,8 @@ def launch_rows(self: CudaRunner, n, runs, decode, fed=False):
 @patch
 def launch_dense(self: CudaRunner, layer, n):
     c, h, up, norm, record = self.config, self.at('h'), layer['up'][0][0], layer['ffn_norm'].address, self.at('record')
-    if n == 1 and self.fast and len(layer['up']) == 1 and swiglu_fits(up) and record_bytes(c.intermediate_size) <= STAGE_BYTES and all(m.kind.rounded for m, _ in layer['down']):
+    if n == 1 and self.fast and len(layer['up']) == 1 and swiglu_fits(up) and record_bytes(c.intermediate_size) <= STAGE_BYTES and all(
+        m.kind.rounded for m, _ in layer['down']):
         stage = fat_swiglu(up, h, norm, record, self.at('left'), c.norm_eps, beginning(layer['down'][0][0]), stream=self.stream)
         return self.multiply(layer['down'], n, record, h, c.hidden_size, stage, add=True, ahead=layer['ahead'], gate=self.at('left'))
     self.multiply(layer['up'], n, h, self.at('x'), 2 * c.intermediate_size, 'norm', weight=norm)
@@ -599,11 +634,14 @@ def launch_head(self: CudaRunner, n, everything, drawing=None):
     if not everything:
         pick_kernel.launch(n, 128, h, self.given('picks'), self.at('picked'), c.hidden_size, stream=self.stream)
         h = self.at('picked')
-    if n < MANY and self.head.kind.rounded and n * record_bytes(c.hidden_size) <= STAGE_BYTES:          # so many rows want blocks that find their activations ready
+    # so many rows want blocks that find their activations ready
+    if n < MANY and self.head.kind.rounded and n * record_bytes(c.hidden_size) <= STAGE_BYTES:
         prepare('norm', c.hidden_size, h, self.at('record'), n, self.final_norm.address, eps=c.norm_eps, stream=self.stream)
         gemv(self.head, self.at('record'), self.at('logits'), tokens=n, stream=self.stream)
     else: self.multiply([(self.head, 0)], n, h, self.at('logits'), c.vocab_size, 'norm', weight=self.final_norm.address)
-    if drawing and drawing[0]: adjust(self.at('logits'), self.at('draws'), self.at('entries'), self.at('masks'), c.vocab_size, n, self.given('owners'), self.last.address, stream=self.stream)
+    if drawing and drawing[0]:
+        adjust(self.at('logits'), self.at('draws'), self.at('entries'), self.at('masks'), c.vocab_size, n, self.given('owners'), self.last.address,
+               stream=self.stream)
     if drawing is None: return
     largest_kernel.launch(n * PARTS, 128, self.at('logits'), self.at('found'), c.vocab_size, stream=self.stream, dependent=True)
     draw(self.at('logits'), self.at('found'), PARTS, c.vocab_size, n, self.at, self.given('owners'), self.last.address, *drawing[1:], stream=self.stream)
@@ -619,12 +657,20 @@ def launch_attention(self: CudaRunner, layer, n, width, decode):
     if self.fast_attention:
         splits, gated = self.splits_of(n), c.attention_gate
         spots = self.at('tops'), self.at('sums'), self.at('partial')
-        if not decode: store_keys_kernel(*shape, gated, c.norm_eps, self.kv_type).launch(n * kv, 64, x, norms[1], self.angles.address, keys, values, key_scales, value_scales, *where, width, self.table_width, stream=stream, dependent=True)
-        attend_kernel(*shape, splits, gated, norms[0] != 0, c.norm_eps, self.kv_type, not decode).launch(n * kv * splits, 256, x, *norms, self.angles.address, keys, values, key_scales, value_scales, *where, *spots, 0, 0, width, self.table_width, stream=stream, dependent=True)
-        combine_kernel(c.num_heads, kv, D, splits, gated, self.kv_type).launch(n * kv * D // 8, 256, *spots, x, self.given('positions'), mixed, width, stream=stream, dependent=True)
+        if not decode:
+            store_keys_kernel(*shape, gated, c.norm_eps, self.kv_type).launch(n * kv, 64, x, norms[1], self.angles.address, keys, values, key_scales,
+                                                                              value_scales, *where, width, self.table_width, stream=stream, dependent=True)
+        attend_kernel(*shape, splits, gated, norms[0] != 0, c.norm_eps, self.kv_type,
+                      not decode).launch(n * kv * splits, 256, x, *norms, self.angles.address, keys, values, key_scales, value_scales, *where, *spots, 0, 0,
+                                         width, self.table_width, stream=stream, dependent=True)
+        combine_kernel(c.num_heads, kv, D, splits, gated, self.kv_type).launch(n * kv * D // 8, 256, *spots, x, self.given('positions'), mixed, width,
+                                                                               stream=stream, dependent=True)
     else:
-        heads_kernel(*shape, c.attention_gate, norms[0] != 0, c.norm_eps, self.kv_type).launch(n * (c.num_heads + 2 * kv), 32, x, *norms, self.angles.address, keys, values, key_scales, value_scales, *where, self.at('queries'), width, self.table_width, stream=stream)
-        attention_kernel(c.num_heads, kv, D, c.attention_gate, self.kv_type).launch(n * c.num_heads, D, self.at('queries'), x, keys, values, key_scales, value_scales, *where, mixed, width, self.table_width, stream=stream)
+        heads_kernel(*shape, c.attention_gate, norms[0] != 0, c.norm_eps,
+                     self.kv_type).launch(n * (c.num_heads + 2 * kv), 32, x, *norms, self.angles.address, keys, values, key_scales, value_scales, *where,
+                                          self.at('queries'), width, self.table_width, stream=stream)
+        attention_kernel(c.num_heads, kv, D, c.attention_gate, self.kv_type).launch(n * c.num_heads, D, self.at('queries'), x, keys, values, key_scales,
+                                                                                    value_scales, *where, mixed, width, self.table_width, stream=stream)
     self.multiply(layer['out'], n, mixed, self.at('h'), c.hidden_size, 'quantize', add=True, ahead=after_out(layer))
 
 @patch
@@ -638,31 +684,45 @@ def launch_delta(self: CudaRunner, layer, n, runs, width, decode):
     gate = dict(weight=norm, gate=x + 4 * z, gate_stride=width)
     if self.fast_delta and decode:
         noted = all_rounded and not many and dv == 128
-        delta_step_kernel(Hk, Hv, dk, dv, c.delta_conv, c.delta_tiled, noted=noted).launch(n * Hv * dv // 32, 2 * dk, x, conv, decay, dt, ring, state, self.given('slots'), self.given('positions'), mixed, norm, self.at('squares'), width, a, b, z, stream=stream, dependent=True)
+        delta_step_kernel(Hk, Hv, dk, dv, c.delta_conv, c.delta_tiled,
+                          noted=noted).launch(n * Hv * dv // 32, 2 * dk, x, conv, decay, dt, ring, state, self.given('slots'), self.given('positions'), mixed,
+                                              norm, self.at('squares'), width, a, b, z, stream=stream, dependent=True)
         if noted: return self.multiply(layer['out'], n, mixed, self.at('h'), c.hidden_size, 'heads', add=True, ahead=after_out(layer), gate=self.at('squares'))
     else:
         where = [self.given(name) for name in ('run_slots', 'firsts', 'counts', 'run_positions')]
-        conv_rows_kernel(channels, c.delta_conv).launch(runs * -(-channels // 256), 256, x, conv, ring, *where, self.at('convolved'), width, stream=stream, dependent=True)
-        if self.fast_delta: delta_rows_kernel(Hk, Hv, dk, dv, c.delta_tiled).launch(runs * Hv * dv // 32, 2 * dk, self.at('convolved'), x, decay, dt, state, *where, mixed, width, a, b, stream=stream, dependent=True)
-        else: delta_kernel(Hk, Hv, dk, dv, c.delta_tiled).launch(runs * Hv, dv, self.at('convolved'), x, decay, dt, state, *where, mixed, width, a, b, stream=stream)
+        conv_rows_kernel(channels, c.delta_conv).launch(runs * -(-channels // 256), 256, x, conv, ring, *where, self.at('convolved'), width, stream=stream,
+                                                        dependent=True)
+        if self.fast_delta:
+            delta_rows_kernel(Hk, Hv, dk, dv, c.delta_tiled).launch(runs * Hv * dv // 32, 2 * dk, self.at('convolved'), x, decay, dt, state, *where, mixed,
+                                                                    width, a, b, stream=stream, dependent=True)
+        else:
+            delta_kernel(Hk, Hv, dk, dv, c.delta_tiled).launch(runs * Hv, dv, self.at('convolved'), x, decay, dt, state, *where, mixed, width, a,
+                                                               b, stream=stream)
     if dv == 128: self.multiply(layer['out'], n, mixed, self.at('h'), c.hidden_size, 'gated', add=True, **gate)
     else: self.multiply(layer['out'], n, self.make_floats(n, values, mixed, 'gated', **gate), self.at('h'), c.hidden_size, 'quantize', add=True)
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #4f348ac1
 @patch
 def launch_experts(self: CudaRunner, layer, n):
-    c, H, I, E, K, stream, at, h = self.config, self.config.hidden_size, self.config.expert_size, self.config.num_experts, self.config.experts_per_token, self.stream, self.at, self.at('h')
+    c, H, I, E, K, stream, at, h = (self.config, self.config.hidden_size, self.config.expert_size, self.config.num_experts, self.config.experts_per_token,
+                                    self.stream, self.at, self.at('h'))
     up, down, norm = layer['experts_up'][0][0], layer['experts_down'][0][0], layer['ffn_norm'].address
     shared = [layer.get(name, []) for name in ('shared_up', 'shared_down')]
-    packed = [parts[0][0] for parts in shared] if all(len(parts) == 1 and parts[0][0].kind.rounded and parts[0][0].kind.name != 'NVFP4' for parts in shared) else None
-    routes, few = H % 1024 == 0 and self.moe == 'jobs', n < MANY and H % 1024 == 0 and I % 32 == 0 and self.moe == 'jobs' and (packed and c.shared_size == I or not c.shared_size) and down_fits(I, K, c.shared_size)
+    packed = [parts[0][0] for parts in shared] if all(len(parts) == 1 and parts[0][0].kind.rounded and parts[0][0].kind.name != 'NVFP4'
+                                                      for parts in shared) else None
+    routes, few = (H % 1024 == 0 and self.moe == 'jobs', n < MANY and H % 1024 == 0 and I % 32 == 0 and self.moe == 'jobs'
+                   and (packed and c.shared_size == I or not c.shared_size) and down_fits(I, K, c.shared_size))
     kind = packed[0].kind.name if packed else 'Q8_0'
     if few:
         own = [p.addresses for p in packed] if packed else [(0,) * 4] * 2
         group, wide = min(n, 4), I if packed else 0
-        router_kernel(H, E, group, c.norm_eps).launch(router_blocks(E, n, group), 512, layer['router'].addresses[0], norm, h, at('scores'), stream=stream, dependent=True)
-        experts_up_kernel(up.kind.name, kind, H, I, E, K, wide, c.norm_eps).launch(up_blocks(I, K, wide, n), 512, *up.addresses, *own[0], norm, h, at('scores'), at('middle'), stream=stream, dependent=True)
-        return experts_down_kernel(down.kind.name, packed[1].kind.name if packed else 'Q8_0', H, I, E, K, wide, c.norm_topk).launch(n * H // DOWN_WARPS, 32 * DOWN_WARPS, *down.addresses, *own[1], at('middle'), at('scores'), h, at('ids'), at('shares'), stream=stream, dependent=True)
+        router_kernel(H, E, group, c.norm_eps).launch(router_blocks(E, n, group), 512, layer['router'].addresses[0], norm, h, at('scores'), stream=stream,
+                                                      dependent=True)
+        experts_up_kernel(up.kind.name, kind, H, I, E, K, wide, c.norm_eps).launch(up_blocks(I, K, wide, n), 512, *up.addresses, *own[0], norm, h, at('scores'),
+                                                                                   at('middle'), stream=stream, dependent=True)
+        return experts_down_kernel(down.kind.name, packed[1].kind.name if packed else 'Q8_0', H, I, E, K, wide,
+                                   c.norm_topk).launch(n * H // DOWN_WARPS, 32 * DOWN_WARPS, *down.addresses, *own[1], at('middle'), at('scores'), h, at('ids'),
+                                                       at('shares'), stream=stream, dependent=True)
     beside = bool(c.shared_size and packed) and self.moe == 'jobs' and n >= MANY and H % 128 == c.shared_size % 128 == 0
     if c.shared_size and not beside:
         self.multiply(shared[0], n, h, at('x'), 2 * c.shared_size, 'norm', weight=norm)
@@ -675,18 +735,22 @@ def launch_experts(self: CudaRunner, layer, n):
         rows_product(packed[1], at('record_shared'), at('others'), n, stream=side)
     if routes:
         group = max(g for g in (1, 2, 4, 8) if n % g == 0)
-        router_kernel(H, E, group, c.norm_eps).launch(router_blocks(E, n, group), 512, layer['router'].addresses[0], norm, h, at('scores'), stream=stream, dependent=True)
+        router_kernel(H, E, group, c.norm_eps).launch(router_blocks(E, n, group), 512, layer['router'].addresses[0], norm, h, at('scores'), stream=stream,
+                                                      dependent=True)
     else: self.multiply([(layer['router'], 0)], n, h, at('scores'), E + 1, 'norm', weight=norm)
     if self.moe == 'jobs':
         by_pairs = pairs_fit(up.kind.name, down.kind.name, H, I)
-        jobs_kernel(E, K, n, c.norm_topk, pairs_at_once(H) if by_pairs else 8).launch(1, 1024, at('scores'), at('ids'), at('shares'), at('jobs'), stream=stream, dependent=True)
+        jobs_kernel(E, K, n, c.norm_topk, pairs_at_once(H) if by_pairs else 8).launch(1, 1024, at('scores'), at('ids'), at('shares'), at('jobs'), stream=stream,
+                                                                                      dependent=True)
         if by_pairs:
             pairs_up(up.kind.name, H, I, K, n * K, *up.addresses, at('record'), at('jobs'), at('middles'), stream=stream)
             pairs_down(down.kind.name, H, I, n * K, *down.addresses, at('middles'), at('jobs'), at('parts'), stream=stream)
         else:
-            jobs_up_kernel(up.kind.name, H, I, K).launch(n * K * I // 16, 128, *up.addresses, at('record'), at('jobs'), at('middles'), stream=stream, dependent=True)
+            jobs_up_kernel(up.kind.name, H, I, K).launch(n * K * I // 16, 128, *up.addresses, at('record'), at('jobs'), at('middles'), stream=stream,
+                                                         dependent=True)
             round_rows('quantize', I, at('middles'), at('records_down'), n * K, stream=stream)
-            jobs_down_kernel(down.kind.name, H, I).launch(n * K * H // 32, 128, *down.addresses, at('records_down'), at('jobs'), at('parts'), stream=stream, dependent=True)
+            jobs_down_kernel(down.kind.name, H, I).launch(n * K * H // 32, 128, *down.addresses, at('records_down'), at('jobs'), at('parts'), stream=stream,
+                                                          dependent=True)
         if side is not stream: stream.join(side)
     else:
         source = self.make_floats(n, H, h, 'norm', weight=norm)
@@ -694,19 +758,23 @@ def launch_experts(self: CudaRunner, layer, n):
         experts_kernel(up.kind.name, 2 * I, H, K).launch(n * K * 2 * I, 32, up.addresses[0], at('ids'), source, at('middles'), stream=stream)
         swiglu_kernel.launch(n * K * -(-I // 128), 128, at('middles'), at('halves'), I, 2 * I, stream=stream)
         experts_kernel(down.kind.name, H, I, 1).launch(n * K * H, 32, down.addresses[0], at('ids'), at('halves'), at('parts'), stream=stream)
-    add_parts_kernel(H, E, K, c.shared_size).launch(n * -(-H // 256), 256, at('parts'), at('others'), at('shares'), at('scores'), h, stream=stream, dependent=self.moe == 'jobs' and side is stream)
+    add_parts_kernel(H, E, K, c.shared_size).launch(n * -(-H // 256), 256, at('parts'), at('others'), at('shares'), at('scores'), h, stream=stream,
+                                                    dependent=self.moe == 'jobs' and side is stream)
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #67171dec
 @patch
 def submit(self: CudaRunner, batch, sampling=None):
-    """Start a step; see `Runner.submit`. Tokens are drawn on the card unless a spec asks for logprobs or shares its row with another; then, and for logits, the step is waited for here.
+    """Start a step; see `Runner.submit`. Tokens are drawn on the card unless a spec asks for logprobs or shares its row with another; then, and for
+    logits, the step is waited for here.
     A token below 0 in the batch, or at the end of a spec's history: the one that its slot drew last, which need not have been collected"""
     fed = bool((batch.tokens < 0).any())
-    check_batch(replace(batch, tokens=np.maximum(batch.tokens, 0)) if fed else batch, self.config, self.lengths, self.max_context, tables=self.block_tables, num_pages=self.num_pages)
+    check_batch(replace(batch, tokens=np.maximum(batch.tokens, 0)) if fed else batch, self.config, self.lengths, self.max_context, tables=self.block_tables,
+                num_pages=self.num_pages)
     self.mirror_tables()
     order = np.argsort(batch.slots, kind='stable')
     every = len(batch.output_rows) == len(batch) and (batch.output_rows == np.arange(len(batch))).all()
-    wanted, places = (np.arange(len(batch)),) * 2 if every else np.unique(batch.output_rows, return_inverse=True)             # a row that is asked for several times is computed once
+    # a row that is asked for several times is computed once
+    wanted, places = (np.arange(len(batch)),) * 2 if every else np.unique(batch.output_rows, return_inverse=True)
     drawing, records, entries, masks = self.draws_of(sampling, wanted, places)
     outputs, pending = None, Pending(self, sampling, places, len(wanted))
     if drawing is None: outputs = np.zeros((len(wanted), self.config.vocab_size), np.float32)
@@ -720,7 +788,8 @@ def submit(self: CudaRunner, batch, sampling=None):
         if drawing is None: outputs[into] = taken()
         else: pending.expect(into, *self.results.keep(pending, self, taken))
     if sampling is None: return StepResult(logits=outputs[places])
-    if drawing is not None and not pending.parts: pending.expect(np.arange(0), *self.results.keep(pending, self, np.arange(0)))      # only of a prompt: who collects still waits until it is read
+    # only of a prompt: who collects still waits until it is read
+    if drawing is not None and not pending.parts: pending.expect(np.arange(0), *self.results.keep(pending, self, np.arange(0)))
     return sample_rows(outputs[places], self.told(sampling, batch.slots[batch.output_rows]), sample) if drawing is None else pending
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #944f9267
@@ -741,7 +810,8 @@ def told(self: CudaRunner, sampling, slots):
     "The specs for a draw on the host, which has waited for the logits: where a history ends in -1, the token that the card knew"
     if not any(len(s.history_ids) and s.history_ids[-1] < 0 for s in sampling): return sampling
     last = np.maximum(self.last.read(np.int32, self.num_slots), 0)
-    return [replace(s, history_ids=np.append(s.history_ids[:-1], last[slot])) if len(s.history_ids) and s.history_ids[-1] < 0 else s for s, slot in zip(sampling, slots)]
+    return [replace(s, history_ids=np.append(s.history_ids[:-1], last[slot])) if len(s.history_ids) and s.history_ids[-1] < 0 else s
+            for s, slot in zip(sampling, slots)]
 
 @patch
 def show(self: CudaRunner, number, rows):
@@ -752,7 +822,8 @@ def show(self: CudaRunner, number, rows):
 # %% ../../nbs/models/05_cuda_runner.ipynb #9c0d67c9
 class Pending:
     "A step whose tokens are still on the card"
-    def __init__(self, runner, sampling, places, count): self.sampling, self.places, self.tokens, self.parts, self.done = sampling, places, np.zeros(count, np.int64), [], None
+    def __init__(self, runner, sampling, places, count):
+        self.sampling, self.places, self.tokens, self.parts, self.done = sampling, places, np.zeros(count, np.int64), [], None
 
     def expect(self, into, read, at): self.parts.append((into, read, at))
 
@@ -767,7 +838,10 @@ class Pending:
             tokens = self.tokens[self.places]
             if (tokens < 0).any():
                 def taken(token, spec):
-                    if token < 0: raise SamplingError(f'step {spec.step}: the row of logits ' + ('holds NaN or +inf: the weights are damaged or a computation overflowed' if token == -1 else 'rules out every token'))
+                    if token < 0:
+                        raise SamplingError(f'step {spec.step}: the row of logits '
+                                            + ('holds NaN or +inf: the weights are damaged or a computation overflowed'
+                                               if token == -1 else 'rules out every token'))
                     return sample_of(token)
                 self.done = sample_rows(tokens.tolist(), self.sampling, taken)
             else: self.done = StepResult(tokens.astype(np.int32), np.full(len(tokens), np.nan, np.float32), None, tuple(NOTHING for _ in tokens))
@@ -792,7 +866,8 @@ class Results:
         i, self.at = self.at, (self.at + 1) % self.count
         if self.owners[i] is not None: self.owners[i].fetch()                        # never collected: its tokens go along with it
         self.owners[i] = owner
-        checked(driver().cuMemcpyDtoHAsync(self.address + 4 * SIZES[-1] * i, runner.buffers['drawn'].address, 4 * SIZES[-1], runner.stream.handle), 'reading from the device')
+        checked(driver().cuMemcpyDtoHAsync(self.address + 4 * SIZES[-1] * i, runner.buffers['drawn'].address, 4 * SIZES[-1], runner.stream.handle),
+                'reading from the device')
         checked(driver().cuEventRecord(self.events[i], runner.stream.handle), 'recording an event')
         def read():
             checked(driver().cuEventSynchronize(self.events[i]), 'waiting for the device')
@@ -811,7 +886,8 @@ def sample_of(token): return Sampled(int(token), np.nan, *NOTHING)
 
 def is_plain(spec):
     "Whether the largest logit is the answer, and nothing else is asked"
-    return spec.temperature < GREEDY_BELOW and spec.num_logprobs < 0 and spec.repetition_penalty == 1 and not (spec.presence_penalty or spec.frequency_penalty or len(spec.bias_ids) or len(spec.allowed))
+    return (spec.temperature < GREEDY_BELOW and spec.num_logprobs < 0 and spec.repetition_penalty == 1
+            and not (spec.presence_penalty or spec.frequency_penalty or len(spec.bias_ids) or len(spec.allowed)))
 
 @patch
 def pieces(self: CudaRunner, batch, order):
@@ -833,7 +909,8 @@ def mirror_tables(self: CudaRunner):
 # %% ../../nbs/models/05_cuda_runner.ipynb #f6738dca
 @patch
 def compute(self: CudaRunner, batch, rows, mine, fed=False, drawing=None, records=None, entries=None, masks=None):
-    "One piece. rows: of the batch; mine: which of these have outputs. → a function that gives their logits (outputs, vocab) or, with `drawing`, where they are among those drawn"
+    """One piece. rows: of the batch; mine: which of these have outputs. → a function that gives their logits (outputs, vocab) or, with `drawing`,
+    where they are among those drawn"""
     k, n, spare = len(rows), size_for(len(rows)), self.num_slots
     numbers = np.zeros((len(COLUMNS), SIZES[-1]), np.int32)
     t, p, s, run_slots, firsts, counts, run_positions, picks, owners = numbers
@@ -889,7 +966,8 @@ def record(self: CudaRunner, launch):
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #6a382f9b
 def kernels_of(config, kv_type, fast, num_slots, moe, matrices, names):
-    "{name: Kernel} of all that the steps of a model launch: pieces of every size, of a prompt and of up to `num_slots` sequences, and every kind of draw. matrices: of each plan (layer, what, [(kind, rows, columns, first row)]); names: of its tensors"
+    """{name: Kernel} of all that the steps of a model launch: pieces of every size, of a prompt and of up to `num_slots` sequences, and every kind of
+    draw. matrices: of each plan (layer, what, [(kind, rows, columns, first row)]); names: of its tensors"""
     runner, nowhere, c = CudaRunner(kv_type, False, fast), SimpleNamespace(address=256), config
     def matrix(kind, rows, columns):
         made = Matrix.__new__(Matrix)
@@ -899,7 +977,9 @@ def kernels_of(config, kv_type, fast, num_slots, moe, matrices, names):
     runner.choose_kernels()
     runner.moe, runner.stream, runner.table_width = moe, Rehearsal(), 1
     runner.buffers, runner.last, runner.tables, runner.angles, runner.final_norm = dict.fromkeys(runner.buffer_sizes(), nowhere), *[nowhere] * 4
-    runner.layers = [dict(memory=[256] * 6, ahead=(256, 256), router=matrix('F32', c.num_experts + 1, c.hidden_size)) | {name: nowhere for name in ('attn_norm', 'ffn_norm', *VECTORS[kind]) if f'layers.{i}.{name}' in names} for i, kind in enumerate(c.layer_kinds)]
+    runner.layers = [dict(memory=[256] * 6, ahead=(256, 256), router=matrix('F32', c.num_experts + 1, c.hidden_size))
+                     | {name: nowhere for name in ('attn_norm', 'ffn_norm', *VECTORS[kind]) if f'layers.{i}.{name}' in names}
+                     for i, kind in enumerate(c.layer_kinds)]
     for i, what, parts in matrices:
         placed = [(matrix(*sizes), at) for *sizes, at in parts]
         if i is None: setattr(runner, dict(embed='embedding').get(what, what), placed[0][0])

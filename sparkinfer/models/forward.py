@@ -77,7 +77,8 @@ class Runner(Protocol):
         writes them before the step that needs them."""
     def submit(self, batch, sampling=None):
         """Start a step; returns a handle: the `StepResult` itself, or something else when the tokens are still on the device. Then the next step may
-        name them: a token below 0, in the batch or at the end of a spec's history, is the one that its slot drew in the step before. `sampling`: None for logits, else one `SampleSpec` for each
+        name them: a token below 0, in the batch or at the end of a spec's history, is the one that its slot drew in the step before. `sampling`: None
+        for logits, else one `SampleSpec` for each
         output row. `batch.output_rows` may name a row several times (n choices of one prompt).
         A row from which nothing can be drawn fails alone, see `StepResult.errors`"""
     def collect(self, handle):

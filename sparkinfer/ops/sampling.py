@@ -171,7 +171,8 @@ def _refuse(code, step):
     raise SamplingError(f'step {step}: the row of logits {reason}')
 
 def _known(spec):
-    if len(spec.history_ids) and spec.history_ids[-1] < 0: raise SamplingError(f'step {spec.step}: the history ends in {spec.history_ids[-1]}, a token in flight: only the runner that drew it knows it. Give its number')
+    if len(spec.history_ids) and spec.history_ids[-1] < 0:
+        raise SamplingError(f'step {spec.step}: the history ends in {spec.history_ids[-1]}, a token in flight: only the runner that drew it knows it. Give its number')
 
 def sample_spec(logits: np.ndarray, # float32 (vocab,)
                 spec: SampleSpec
