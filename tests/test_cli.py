@@ -231,7 +231,7 @@ def test_peak_memory_stays_near_the_file(warm):
     done = sparkinfer('run', 'Hi', '--max-tokens', '4', '--context', '2048', '--stats')
     peak = float(re.search(r'peak memory (\d+) MB', done.stderr)[1])
     size = json.loads(sparkinfer('list', '--json').stdout)
-    assert peak <= next(m['size'] for m in size if m['name'] == 'smollm2') / 1e6 + 250
+    assert peak <= next(m['size'] for m in size if m['name'] == 'smollm2') / 1e6 + 250, done.stderr
 
 def test_a_full_disk_is_one_line():
     if not os.path.exists('/dev/full'): pytest.skip('needs /dev/full')
