@@ -240,7 +240,7 @@ def check_ahead(weights, ids, count=5, rounds=10, steps=100):
         np.testing.assert_array_equal(answers(count, True), want)
         if not SIMULATED: free.append(device_free())
     # other processes may take and give meanwhile; a leak would show in every round
-    assert not free or (np.diff(free) < 0).sum() < len(free) / 2, f'free memory drifts: {free}'
+    assert not free or (np.diff(free) < 0).sum() < len(free) / 2, f'free memory drifts, or another process takes some: {free}'
     runner.close()
     return (f'{rounds * steps} steps of {count} sequences, the same tokens; free memory {free[-1] - free[0]:+,} bytes' if free
             else f'{rounds * steps} steps of {count} sequences, the same tokens')
