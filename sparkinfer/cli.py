@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['SAMPLING', 'device_option', 'runner_option', 'keep_option', 'kv_option', 'model_option', 'CHAT_HELP', 'CONFIG_PATH',
            'CONFIG_HELP', 'printable', 'OneLine', 'explain', 'Command', 'Group', 'cli', 'main', 'sampling_options',
-           'shown_default', 'Switch', 'setting_arguments', 'setting_option', 'field_option', 'Device', 'load_options',
-           'Numbers', 'heard', 'refuse_rest', 'read_prompt', 'peak_memory', 'shown_params', 'bandwidth_at',
-           'stats_text', 'completion_record', 'run', 'show_answer', 'chat_command', 'read_line', 'chat', 'say',
-           'chat_greeting', 'option_kind', 'ServeCommand', 'hint_of', 'use_config', 'chosen_settings', 'serve',
+           'shown_default', 'Switch', 'setting_arguments', 'setting_option', 'field_option', 'Device', 'VariableOption',
+           'load_options', 'Numbers', 'heard', 'refuse_rest', 'read_prompt', 'peak_memory', 'shown_params',
+           'bandwidth_at', 'stats_text', 'completion_record', 'run', 'show_answer', 'chat_command', 'read_line', 'chat',
+           'say', 'chat_greeting', 'option_kind', 'ServeCommand', 'hint_of', 'use_config', 'chosen_settings', 'serve',
            'inspect', 'missing_files', 'inspect_record', 'written_bytes', 'named', 'interruptible', 'quantize', 'synth',
            'shown_size', 'shown_path', 'pull', 'list_command', 'rm', 'warmup', 'BenchCommand', 'bench',
            'bench_serving_command', 'bench_http_command', 'evaluate', 'finite', 'eval_place', 'eval_kl_command',
@@ -116,6 +116,7 @@ def setting_arguments(f, help=None):
     kinds = [kind for kind in (int, float, str) if kind is f.type or kind in getattr(f.type, '__args__', ())]
     more = dict(help=help[0].upper() + help[1:] + '.',
                 show_default=f.metadata.get('shown') or (shown_default(f.default) if f.default in (None, False, ()) else True))
+    if f.default is False and name.startswith('no-'): more['show_default'] = f'--{name[3:]}'
     if isinstance(f.default, bool):
         return [f.name, f'--{name}/--' + (name[3:] if name.startswith('no-') else f'no-{name}')], dict(is_flag=True, type=Switch(), default=f.default, **more)
     if isinstance(f.default, tuple): return [f'--{name}'], dict(multiple=True, **more)
@@ -143,7 +144,11 @@ class Device(click.ParamType):
         except SparkinferError as error: self.fail(str(error), param, ctx)
         return value
 
-device_option = click.option('--device', type=Device(), default='auto', show_default=True,
+class VariableOption(click.Option):
+    "One that a variable of the environment sets too, and that a bad value is told by"
+    def get_error_hint(self, ctx): return hint_of(self, super().get_error_hint, ctx)
+
+device_option = click.option('--device', type=Device(), default='auto', show_default=True, cls=VariableOption, envvar='SPARKINFER_DEVICE',
                              help='Where to compute: cpu, cuda:0, cuda:1 …; auto: on a GPU where the model fits one.')
 runner_option = click.option('--runner', type=click.Choice(['auto', 'cpu', 'cpu-file', 'spec', 'cuda']), default='auto', show_default=True,
                              help="What computes. auto: what is best on the device; cpu-file: weights stay in the mapped file; spec: plain NumPy; cuda: a GPU's kernels.")
@@ -357,7 +362,7 @@ class ServeCommand(Command):
                               help='A TOML file of these settings; an example is below.')
         params = own[:-1] + [config] + settings + sampling + own[-1:]       # --help stays last
         for option in params:
-            if option.name != 'debug' and '--help' not in option.opts and not option.envvar:
+            if option.name != 'debug' and '--help' not in option.opts and not isinstance(option.get_error_hint, partial):
                 option.envvar, option.get_error_hint = 'SPARKINFER_' + option.name.upper(), partial(hint_of, option, option.get_error_hint)
         return params
 
@@ -585,7 +590,8 @@ def warmup(model, **load):
     with Progress(parts.name) as display: runner, _, _ = load_runner(parts, progress=display, **load)
     runner.close()
     peak = peak_memory()
-    click.echo(f'{display.kernels} kernels compiled in {display.compile_seconds:.1f} s of {time.perf_counter() - began:.1f} s'
+    compiled = f'{display.kernels} kernels compiled in {display.compile_seconds:.1f} s of' if display.kernels else 'all kernels were compiled already,'
+    click.echo(f'{compiled} {time.perf_counter() - began:.1f} s'
                + (f', peak memory {peak / 1e6:.0f} MB' if peak else '') + f'; kept in {shown_path(kernel_roots()[0])}')
 
 # %% ../nbs/11_cli.ipynb #ae3445de

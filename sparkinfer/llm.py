@@ -107,7 +107,12 @@ def has_cuda():
 
 def need_cuda():
     "UnsupportedError where the packages for the runner on the GPU are missing"
-    if not has_cuda(): raise UnsupportedError("the runner on the GPU needs more packages: pip install -e '.[cuda]' in sparkinfer's checkout")
+    if has_cuda(): return
+    import ctypes
+    try: ctypes.CDLL('nvcuda.dll' if sys.platform == 'win32' else 'libcuda.so.1')
+    except OSError: raise UnsupportedError("no CUDA driver was found on this machine. With one, the runner on the GPU also needs more packages: "
+                                           "pip install -e '.[cuda]' in sparkinfer's checkout") from None
+    raise UnsupportedError("the runner on the GPU needs more packages: pip install -e '.[cuda]' in sparkinfer's checkout")
 
 def _cuda():
     need_cuda()

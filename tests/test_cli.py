@@ -257,3 +257,13 @@ def test_an_empty_key_locks_nothing_and_is_refused():
     "An unset secret in a compose file gives exactly this"
     done = sparkinfer('serve', '--port', '0', env=os.environ | {'SPARKINFER_API_KEY': ''}, timeout=60)
     assert done.returncode == 2 and 'SPARKINFER_API_KEY is set and empty' in done.stderr, done.stderr
+
+@pytest.mark.parametrize('command', [['run', 'Hi'], ['chat'], ['warmup'], ['bench'], ['serve']], ids=lambda c: c[0])
+def test_the_variable_for_the_device_counts_for_every_command(command):
+    "Fault: the README said so, and only `serve` looked: `SPARKINFER_DEVICE=gpu sparkinfer run` answered on the CPU"
+    done = sparkinfer(*command, env=os.environ | dict(SPARKINFER_DEVICE='gpu'))
+    assert done.returncode == 2 and "Invalid value for 'SPARKINFER_DEVICE': no device is called 'gpu'" in done.stderr, done.stderr
+
+def test_a_flag_wins_over_the_variable_for_the_device():
+    done = sparkinfer('run', 'Hi', '--max-tokens', '1', *SMALL, '--device', 'cpu', env=os.environ | dict(SPARKINFER_DEVICE='gpu'))
+    assert done.returncode == 0, done.stderr

@@ -34,7 +34,7 @@ def unordered(word):
 # %% ../../nbs/cuda/05_moe_routing.ipynb #082644d8
 @lru_cache(None)
 def chooser(experts, chosen, normalise):
-    """Device functions (read, next, choose): `read(scores, keys, lane)` into a lane's keys; `next(keys, lane)` → (word of the best score left, its
+    """Device functions (read, best_left, choose): `read(scores, keys, lane)` into a lane's keys; `best_left(keys, lane)` → (word of the best score left, its
     number), struck out; `choose(keys, lane)` → (number, share) of the expert that a lane below `chosen` keeps"""
     per = experts // 32
 

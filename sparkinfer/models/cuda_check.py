@@ -347,7 +347,7 @@ def kernel_table(runner, sequences):
     another, without the others between them"""
     from sparkinfer.cuda.graphs import Graph, Kernel, replay_seconds
     noted, launch, found = {}, Kernel.launch, []
-    def note(kernel, grid, block, *values, stream=None, dependent=False, shared=0): noted.setdefault(kernel, []).append((grid, block, *values))
+    def note(kernel, grid, block, *values, stream=None, dependent=False): noted.setdefault(kernel, []).append((grid, block, *values))
     n, Kernel.launch = size_for(sequences), note
     try:
         runner.launch_rows(n, n, True)

@@ -208,7 +208,7 @@ SIZES = (1, 2, 4, 8, 16, 32)
 COLUMNS = ('tokens', 'positions', 'slots', 'run_slots', 'firsts', 'counts', 'run_positions', 'picks', 'owners')      # int32 arrays of a piece, 32 numbers each
 ENTRIES = 1 << 16       # tokens with a penalty or a bias that a piece may have; more are for the host
 AHEAD_BYTES = 5000000   # of the next matrix of a dense layer that a kernel asks into the second cache when it has asked for the last of its own
-MOE_AHEAD_BYTES = 1536000       # the same of the next layer, while the experts are not chosen yet
+MOE_AHEAD_BYTES = 1500000       # the same of the next layer, while the experts are not chosen yet
 MANY = 5                # from so many rows on, the tensor cores multiply
 SHOWN = 128             # rows of a step that `hidden` can show
 
@@ -622,7 +622,7 @@ def after_out(layer):
     "What the projection out asks into the second cache: of experts nobody knows yet which, so a little of the next layer"
     if 'up' in layer: return beginning(layer['up'][0][0])
     address, nbytes = layer['ahead']
-    return address, min(nbytes, MOE_AHEAD_BYTES)
+    return address, min(nbytes, MOE_AHEAD_BYTES) // 256 * 256
 
 def beginning(matrix): return matrix.addresses[0], min(AHEAD_BYTES, matrix.nbytes) // 256 * 256
 

@@ -49,7 +49,12 @@ class Sampled(NamedTuple):
     top_logprobs: np.ndarray  # float32 (num_logprobs,)
 
 class SamplingError(SparkinferError):
-    "The row of logits cannot be sampled from: it holds NaN or +inf, or every token is ruled out."
+    "No token can be drawn: the row of logits holds NaN or +inf, every token is ruled out, or the history has a token that nobody here knows."
+
+def _known(spec):
+    if len(spec.history_ids) and spec.history_ids.min() < 0:
+        raise SamplingError(f'step {spec.step}: the history has a token {spec.history_ids.min()}, one in flight: only the runner that drew it knows it. '
+                            'Give its number')
 
 GREEDY_BELOW = 1e-5
 
@@ -101,6 +106,7 @@ def adjust_logits_spec(logits: np.ndarray, # float32 (vocab,)
                        spec: SampleSpec
                       ) -> np.ndarray: # float32 (vocab,), a new array
     "Bias, the three penalties, and the mask: what is not allowed becomes -inf"
+    _known(spec)
     out = np.array(logits, np.float32)
     np.add.at(out, spec.bias_ids, spec.bias_values)
     seen = np.unique(spec.history_ids)
@@ -170,15 +176,10 @@ def _refuse(code, step):
     reason = {-1: 'holds NaN or +inf: the weights are damaged or a computation overflowed', -2: 'rules out every token'}[code]
     raise SamplingError(f'step {step}: the row of logits {reason}')
 
-def _known(spec):
-    if len(spec.history_ids) and spec.history_ids[-1] < 0:
-        raise SamplingError(f'step {spec.step}: the history ends in {spec.history_ids[-1]}, a token in flight: only the runner that drew it knows it. Give its number')
-
 def sample_spec(logits: np.ndarray, # float32 (vocab,)
                 spec: SampleSpec
                ) -> Sampled:
-    "One token, the plain way. Raises SamplingError on a row with NaN, +inf or nothing but -inf, and on a history that ends in a token in flight."
-    _known(spec)
+    "One token, the plain way. Raises SamplingError on a row with NaN, +inf or nothing but -inf, and on a history with a token in flight."
     if np.isnan(logits).any() or (logits == np.inf).any(): _refuse(-1, spec.step)
     adjusted = adjust_logits_spec(logits, spec)
     if adjusted.max() == -np.inf: _refuse(-2, spec.step)

@@ -74,6 +74,7 @@ def nearest(name: str, names, shown=str) -> str:
     name = name.replace('-', '_')
     if f'no_{name}' in names: return f'there is only {shown("no_" + name)!r}, its opposite'
     found = difflib.get_close_matches(name, sorted(names), 1, 0.5)
+    if found and found[0].startswith('no_') and not name.startswith('no'): return f'the nearest is {shown(found[0])!r}, which switches it off'
     return f'did you mean {shown(found[0])!r}?' if found else f'there are {", ".join(map(shown, sorted(names)))}'
 
 KINDS = {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'a string', tuple: 'a list of strings'}
