@@ -2,14 +2,16 @@
 
 Teacher-forced on the first 512 tokens of data/text/styles.txt, SmolLM2-135M-Instruct in Q4_1. `data/reference/smollm2-q4_1.npz` is remade by
 `python -m sparkinfer.measure.accuracy record smollm2 data/reference/smollm2-q4_1`; what it holds stands in nbs/measure/01_accuracy.ipynb.
+On a machine with a GPU: `SPARKINFER_TEST_DEVICE=cuda pytest tests/test_parity.py -k Cuda`.
 """
-import importlib.util, json, subprocess, sys
+import importlib.util, json, os, subprocess, sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sparkinfer.measure.accuracy import compare_record, compare_sources, llama_cpp_logits, logits_of, make_runner, open_model, stored_logits, text_ids, transformers_logits
+from sparkinfer.measure.accuracy import (compare_record, compare_sources, dequantised, llama_cpp_logits, logits_of, make_runner, open_model, stored_logits, text_ids,
+                                             transformers_logits)
 from sparkinfer.models.forward import Batch, SpecRunner
 from sparkinfer.ops.sampling import log_softmax
 
@@ -88,6 +90,34 @@ class TestCpuRunner:
 
     def test_greedy_golden(self, runner, record):
         assert greedy_ids(runner, record['prompt_ids'], len(record['greedy_ids'])) == record['greedy_ids'].tolist()
+
+@pytest.fixture(scope='module')
+def on_gpu(model):
+    from sparkinfer.cuda.graphs import use_card
+    use_card(int(os.environ['SPARKINFER_TEST_DEVICE'].partition(':')[2] or 0))
+    runner = make_runner('cuda', model[1], 576)
+    yield runner
+    runner.close()
+
+@pytest.mark.skipif(not os.environ.get('SPARKINFER_TEST_DEVICE', '').startswith('cuda'), reason='needs a GPU, and SPARKINFER_TEST_DEVICE')
+class TestCudaRunner:
+    "The GPU's kernels on the file's own blocks, and with float32 weights"
+
+    def test_with_float_weights_matches_transformers(self, on_gpu, model, record):
+        "Keys and values are half floats there, so the bound is that of `models.cuda_check`"
+        runner = make_runner('cuda', dequantised(model[1]), 512)
+        try: errors = worst_errors(record, logits_of(runner, record['ids']))
+        finally: runner.close()
+        assert errors['relative_error'] <= 1e-2 and errors['top_error'] <= 1e-2, errors
+
+    def test_loses_no_more_than_the_cpu(self, on_gpu, runner, record, spec_logits):
+        ids = record['ids']
+        gpu, cpu = (compare_sources(stored_logits(spec_logits, ids), logits_of(r, ids), ids) for r in (on_gpu, runner))
+        print(f'mean KL {gpu.mean_kl:.3g}, of the CPU {cpu.mean_kl:.3g}; top-1 {gpu.top1:.4f} and {cpu.top1:.4f}')
+        assert gpu.mean_kl <= 1.15 * cpu.mean_kl and gpu.top1 >= cpu.top1 - 0.01, (gpu.record(), cpu.record())
+
+    def test_greedy_golden(self, on_gpu, record):
+        assert greedy_ids(on_gpu, record['prompt_ids'], len(record['greedy_ids'])) == record['greedy_ids'].tolist()
 
 @needs('torch')
 @needs('transformers')

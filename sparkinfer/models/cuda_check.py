@@ -17,8 +17,10 @@ from ..errors import SparkinferError
 from ..formats.blocks import quant_type
 from ..formats.gguf import Tensor
 from ..formats.safetensors import open_checkpoint, open_folder
+from ..measure.accuracy import compare_rows
 from ..measure.speed import report, text_table
 from .config import ModelConfig
+from .cpu_runner import CpuRunner
 from .cuda_runner import CudaRunner, device_free, size_for
 from ..cuda.ptx import SIMULATED
 from .forward import Batch, SpecRunner, StepResult
@@ -275,16 +277,21 @@ def synthetic(shape, layers, folder):
     return Weights.from_checkpoint(checkpoint, ModelConfig.from_checkpoint(checkpoint))
 
 def check_shape_of(shape, layers, kv='f16', limit=.06, limit_floats=4e-3):
-    "Weights as they are, and decoded to float32 (dense shapes): then nothing is rounded but keys and values"
+    """Weights as they are, and decoded to float32 (dense shapes): then nothing is rounded but keys and values. As they are, what rounding costs is held
+    against what it costs the runner on the CPU: mean KL to the spec's decoded weights, two standard errors of room"""
     with tempfile.TemporaryDirectory() as folder:
         weights, said = synthetic(shape, layers, folder), []
         ids = np.random.default_rng(3).integers(0, weights.config.vocab_size, 60).astype(np.int32)
         want = feed(SpecRunner().load(weights, max_context=96, num_slots=1), ids)
+        on_cpu, losses = CpuRunner(kv_type=kv).load(weights, max_context=96, num_slots=1), []
+        cpu_losses = compare_rows(want, feed(on_cpu, ids), ids)['kl']
+        on_cpu.close()
         for what, given, most in (('', weights, limit), ('as floats ', in_floats(weights), limit_floats if kv == 'f16' else limit)):
             runner, found = CudaRunner(kv_type=kv).load(given, max_context=96, num_slots=2), []
             for slot, cuts in enumerate(((40, 43, *range(44, 60)), (1, 2, 3, 4, 8, 20, 52))):
                 logits = feed(runner, ids, cuts, slot=slot)
                 assert np.isfinite(logits).all(), 'a number that is none'
+                if not what: losses.append(compare_rows(want, logits, ids)['kl'])
                 found.append(np.linalg.norm(logits - want, axis=1) / np.linalg.norm(want, axis=1))
             fast = [name for name in ('fast_attention', 'fast_delta') if getattr(runner, name, False)] + [f'experts: {runner.moe}'] * bool(runner.moe)
             runner.close()
@@ -292,7 +299,9 @@ def check_shape_of(shape, layers, kv='f16', limit=.06, limit_floats=4e-3):
             said.append(f'{what}{np.median(found):.1e}, at most {found.max():.1e} ({", ".join(fast)})')
             assert np.median(found) < most and (runner.moe or found.max() < 3 * most), f'relative error {said}'
             if shape == 'small-qwen35moe': break                                     # 3 GB of floats
-    return 'relative error ' + '; '.join(said)
+    loss, room = np.mean(losses), 1.15 * cpu_losses.mean() + 2 * np.std(losses) / len(ids) ** .5
+    assert loss <= room, f'mean KL {loss:.3g}, of the CPU {cpu_losses.mean():.3g}'
+    return f"relative error {'; '.join(said)}; mean KL {loss:.3g}, of the CPU {cpu_losses.mean():.3g}"
 
 # %% ../../nbs/models/05_cuda_check.ipynb #ef44d030
 def time_decode(runner, sequences, position, steps=40, ahead=False, **spec):
