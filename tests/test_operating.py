@@ -162,7 +162,9 @@ def test_a_server_from_a_file_the_environment_and_flags(tmp_path):
     process, url, said = started('--config', tmp_path/'server.toml', '--body-limit-mb', 2, SPARKINFER_MAX_RUNNING='2', SPARKINFER_API_KEY='from-env', SPARKINFER_PROT='1', SPARKINFER_TEMPERATURE='0.5')
     try:
         assert httpx.get(url + '/v1/info').status_code == 401 and 'from-env' not in said and '$SPARKINFER_API_KEY' in said
-        settings = httpx.get(url + '/v1/info', headers={'x-api-key': 'from-env'}).json()['settings']
+        info = httpx.get(url + '/v1/info', headers={'x-api-key': 'from-env'}).json()
+        settings, strange = info['settings'], info['warnings']
+        assert any(line.startswith('SPARKINFER_PROT is no setting and is ignored') for line in strange), strange
         assert httpx.post(url + TEXT, json=dict(prompt='word ' * 60, max_tokens=2), headers={'x-api-key': 'from-env'}, timeout=60).status_code == 200
         want = dict(context=(256, 'file'), max_running=(2, 'environment'), body_limit_mb=(2, 'flag'), log_requests=(True, 'file'), api_key=('****', 'environment'), temperature=(0.5, 'environment'), host=('127.0.0.1', 'default'), model=('smollm2', 'default'))
         assert {name: (settings[name]['value'], settings[name]['source']) for name in want} == want

@@ -10,7 +10,7 @@ __all__ = ['requests_log', 'OWN_ROUTES', 'ROUTES', 'SUMMARIES', 'STATUSES', 'HEA
            'serve']
 
 # %% ../../nbs/serve/07_app.ipynb #cd7f05bf
-import asyncio, errno, hmac, json, logging, signal, socket, sys, threading, time, urllib.parse
+import asyncio, errno, hmac, json, logging, os, signal, socket, sys, threading, time, urllib.parse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,13 +29,14 @@ from .metrics import Meter, ServerMetrics
 from .page import index
 from .protocol import OPENAI, ApiError, Context, Route, error_of, parse, parse_json, read_body, to_json
 from .running import Bell, Pulse, RunningJob, log, log_unexpected, stopped_now, stream_answer, whole_answer
-from .settings import ServeSettings, contradictions, settings_of, shown_settings
+from .settings import ServeSettings, contradictions, settings_of, shown_settings, strange_variables
 
 # %% ../../nbs/serve/07_app.ipynb #f1860226
 class ServerState:
     "What all routes share: the settings, the engine once it is there, and how far the loading is"
     def __init__(self, settings: ServeSettings, shown: list | None = None):   # shown: the `Setting`s for /v1/info, if there are more than these
         self.settings, self.shown = settings, shown or settings_of(settings)
+        self.strange = strange_variables(os.environ, {s.name for s in shown} | {'config'}) if shown else []
         self.engine, self.error, self.stopping = None, None, False
         self.store = responses.ResponseStore(int(settings.keep_responses_mb * 1e6))
         self.stage, self.fraction, self.started, self.created = 'starting', None, time.time(), int(time.time())
@@ -230,7 +231,7 @@ def info(body, context):
                 card=place and (place.name or None), context_length=engine.max_context, max_running=engine.max_running,
                 limits=asdict(engine.limits), capacity=engine.capacity and asdict(engine.capacity),
                 defaults={name: dict(value=value, source=source) for name, value, source in engine.defaults.rows()}, settings=shown_settings(state.shown),
-                warnings=[line for _, line in contradictions(state.shown)], **engine.stats())
+                warnings=[line for _, line in contradictions(state.shown)] + state.strange, **engine.stats())
 
 # %% ../../nbs/serve/07_app.ipynb #2595722b
 def health(state: ServerState):

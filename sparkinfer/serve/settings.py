@@ -107,7 +107,7 @@ def variable_of(name: str) -> str: return 'SPARKINFER_' + name.upper()
 def strange_variables(environ, names) -> list:
     "A line for each variable that looks like a setting of ours and is none"
     ours = [v for v in sorted(environ) if v.startswith('SPARKINFER_') and v not in OTHER_VARIABLES]
-    return [f'{v} is no setting; {nearest(v.removeprefix("SPARKINFER_").lower(), names, variable_of)}' for v in ours
+    return [f'{v} is no setting and is ignored; {nearest(v.removeprefix("SPARKINFER_").lower(), names, variable_of)}' for v in ours
             if v.removeprefix('SPARKINFER_').lower() not in names]
 
 # %% ../../nbs/serve/07_settings.ipynb #0ee00cd2
