@@ -15,8 +15,8 @@ from numba.cuda import types
 from .graphs import Kernel
 from .fused import prefetch_share
 from .ptx import (bits_xor, byte_permute, exp2, fma_halves, float_to_half, floats_to_halves, half_to_float, launch_dependents, load16_once,
-                                 load16_staged, load_f32, load_f32x2, load_u32, mma_f16, reciprocal, root_reciprocal, round_to_int,
-                                 shared_address, shuffle_from, shuffle_xor, shuffle_xor_int, store_f32, store_u32, wait_for_previous, warp_max, warp_sum)
+                                 load16_staged, load_f32, load_f32x2, load_u32, mma_f16, reciprocal, root_reciprocal, round_to_int, shared_address,
+                                 shuffle_from, shuffle_xor, shuffle_xor_int, store_f32, store_u32, wait_for_previous, warp_max, warp_sum)
 
 # %% ../../nbs/cuda/03_attention.ipynb #3f4bbf39
 PAGE, WARPS, LOG2E = 16, 8, 1.4426950408889634

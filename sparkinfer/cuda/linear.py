@@ -22,10 +22,10 @@ from ..errors import UnsupportedError
 from ..formats.blocks import fields, quant_type, scales_and_minima
 from .graphs import Buffer, Kernel
 from .ptx import (as_float, bits_and, bits_or, bits_xor, byte_permute, copies_begun, copy16_async, dp4a, e4m3_to_halves, exp2, half_to_float,
-                                 halves_to_floats, launch_dependents, load16, load16_once, load16_staged, load2_once,
-                                 load4_once, load8_once, load_f32, load_f32x2, load_f32x2_staged, load_f32x4, load_f32x4_staged, load_u32, reciprocal,
-                                 round_to_int, shared_address, shift_left, shift_right, shuffle_xor, shuffle_xor_int, store_f32, store_f32x2,
-                                 store_f32x2_staged, store_u32, store_u32_staged, wait_for_copies, wait_for_previous, warp_sum)
+                                 halves_to_floats, launch_dependents, load16, load16_once, load16_staged, load2_once, load4_once, load8_once, load_f32,
+                                 load_f32x2, load_f32x2_staged, load_f32x4, load_f32x4_staged, load_u32, reciprocal, round_to_int, shared_address, shift_left,
+                                 shift_right, shuffle_xor, shuffle_xor_int, store_f32, store_f32x2, store_f32x2_staged, store_u32, store_u32_staged,
+                                 wait_for_copies, wait_for_previous, warp_sum)
 
 # %% ../../nbs/cuda/01_linear.ipynb #47bf5f4f
 def record_bytes(columns):

@@ -16,8 +16,7 @@ from .graphs import Kernel
 from .fused import fat_stage, norm_factor
 from .linear import KINDS, ROUNDED, lanes_for, quantize_four, record_bytes, rounded_chunk, silu, unit_dot
 from .ptx import (add_f32, as_float, as_word, copies_begun, copy16_async, launch_dependents, load_f32, load_f32x4, reciprocal, root_reciprocal,
-                                 shared_address, store_f32, store_u32,
-                                 wait_for_copies, wait_for_previous, warp_max_word, warp_min_word, warp_sum)
+                                 shared_address, store_f32, store_u32, wait_for_copies, wait_for_previous, warp_max_word, warp_min_word, warp_sum)
 
 # %% ../../nbs/cuda/05_moe_routing.ipynb #e3290aca
 @cuda.jit(device=True)

@@ -22,10 +22,9 @@ from .linear import KINDS, ROUNDED, _keep, _signed_sizes, lanes_for, plane_bytes
 from .gated_deltanet import recurrence
 from .moe_routing import chooser
 from .ptx import (add_f32, as_float, as_word, bits_and, bits_or, copies_begun, copy16_async, copy8_async, dp4a, e4m3_to_halves, exp2,
-                                 half_to_float, halves_to_floats, launch_dependents, load16, load16_staged, load2_once, load8_staged, load_f32,
-                                 load_f32x2, load_f32x4,
-                                 load_matrices, load_u32, load_u32_staged, mma_int8, mma_int8_half, reciprocal, round_to_int, shared_address, shift_left,
-                                 shift_right, shuffle_from, shuffle_up, shuffle_xor, store_f32, store_u32, store_u32_staged, wait_for_all_but_one,
+                                 half_to_float, halves_to_floats, launch_dependents, load16, load16_staged, load2_once, load8_staged, load_f32, load_f32x2,
+                                 load_f32x4, load_matrices, load_u32, load_u32_staged, mma_int8, mma_int8_half, reciprocal, round_to_int, shared_address,
+                                 shift_left, shift_right, shuffle_from, shuffle_up, shuffle_xor, store_f32, store_u32, store_u32_staged, wait_for_all_but_one,
                                  wait_for_copies, wait_for_previous, warp_barrier, warp_max_word, warp_sum)
 
 # %% ../../nbs/cuda/08_rows.ipynb #88fb5ec7

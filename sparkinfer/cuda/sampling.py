@@ -19,8 +19,7 @@ from numba.cuda import types
 from .graphs import Kernel
 from .moe_routing import ordered, unordered
 from .ptx import (SIMULATED, add_i64, add_u32, as_word, bits_and, bits_xor, count_up, exp2, launch_dependents, load_f32, load_f64, load_i64,
-                                 load_u32, product, shift_right, store_f32, store_i64, store_u32,
-                                 wait_for_previous, warp_max_word, warp_min_word)
+                                 load_u32, product, shift_right, store_f32, store_i64, store_u32, wait_for_previous, warp_max_word, warp_min_word)
 from ..ops.sampling import GOLDEN, GREEDY_BELOW, is_greedy, mix64, noise_key
 
 # %% ../../nbs/cuda/06_sampling.ipynb #264773e6

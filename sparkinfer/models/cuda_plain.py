@@ -18,9 +18,9 @@ from numba.cuda import types
 from ..cuda.graphs import Kernel
 from ..cuda.linear import silu
 from ..cuda.moe_routing import ordered
-from ..cuda.ptx import (SIMULATED, as_float, bits_and, byte_permute, floats_to_halves, halves_to_floats, launch_dependents, load16, load_f32, load_u32,
-                                 round_to_int, shift_left, shift_right, shuffle_xor, store_f32, store_u32,
-                                 wait_for_previous, warp_max, warp_max_word, warp_min_word, warp_sum)
+from ..cuda.ptx import (SIMULATED, as_float, bits_and, byte_permute, floats_to_halves, halves_to_floats, launch_dependents, load16, load_f32,
+                                 load_u32, round_to_int, shift_left, shift_right, shuffle_xor, store_f32, store_u32, wait_for_previous, warp_max,
+                                 warp_max_word, warp_min_word, warp_sum)
 
 # %% ../../nbs/models/05_cuda_plain.ipynb #53b60fb6
 def fingerprint():

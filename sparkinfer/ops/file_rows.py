@@ -21,8 +21,7 @@ from ..jit import jit
 from .k_quants import (FLOATS, FORM_BYTES, HALVES, HALVES_MIN, PLAIN, WIDE, TileFormat, either, mask, plus, shift_left, shift_right,
                                      shift_signed, splat_i32)
 from .simd import (HAS_AVX2, HAS_VNNI, SIGNED, UNSIGNED, Vector, add, f32x8, fma, i16x16, i32x8, i8x32, is_unsigned, load_f32, mul, prefetch,
-                                 splat, store, sub,
-                                 to_f32x8, zero_f32x8, _call, _constant, _f16_to_f32, _indices, _load, _splat)
+                                 splat, store, sub, to_f32x8, zero_f32x8, _call, _constant, _f16_to_f32, _indices, _load, _splat)
 
 # %% ../../nbs/ops/09_file_rows.ipynb #1d8470aa
 i8x64, i16x32, i32x16 = Vector('i8', 64), Vector('i16', 32), Vector('i32', 16)

@@ -27,11 +27,10 @@ from numba import types
 from numba.extending import intrinsic
 import numpy as np
 from ..jit import jit
-from .simd import (HAS_AVX2, HAS_VNNI, SIGNED, UNSIGNED, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit,
-                                 fma, high_nibble,
-                                 i8x32, i16x16, i32x8, load_f16, load_f16x8, load_f32, load_f32x8, load_i64, load_i8x32, load_i32x8, load_u8,
-                                 low_nibble, mul, prefetch,
-                                 round_i32x8, splat, store, store_i8x8, to_f32x8, zero_f32x8, _call, _f16_to_f32, _indices, _load, _make_load, _splat, _store)
+from .simd import (HAS_AVX2, HAS_VNNI, SIGNED, UNSIGNED, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit, fma,
+                                 high_nibble, i8x32, i16x16, i32x8, load_f16, load_f16x8, load_f32, load_f32x8, load_i64, load_i8x32, load_i32x8, load_u8,
+                                 low_nibble, mul, prefetch, round_i32x8, splat, store, store_i8x8, to_f32x8, zero_f32x8, _call, _f16_to_f32, _indices, _load,
+                                 _make_load, _splat, _store)
 
 _f = np.float32
 

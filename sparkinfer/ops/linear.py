@@ -21,13 +21,10 @@ from ..formats.blocks import quant_type
 from ..jit import jit
 from .file_rows import ROW_FORMATS
 from .k_quants import (FLOATS, FORM_BYTES, HALVES, HALVES_MIN, K_FORMATS, LEVELS, PLAIN, RUN_SCALES, WIDE, TileFormat, copy_floats, copy_half,
-                                     either, fetch_ahead,
-                                     four_rows_halves, four_rows_halves_min, four_tiles_f32, gather_i32, mask, pack_decoded_levels, pack_f32, pack_mxfp4_rows,
-                                     pack_nvfp4_rows, shift_left,
-                                     shift_right, tile_f32, transpose_8x4, transpose_8x8, write_heads)
-from .simd import (SIGNED, UNSIGNED, absolute, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit, fma,
-                                 high_nibble, is_unsigned,
-                                 load_f16x8, load_f32, load_f32x8, load_i32, load_i8, load_i8x32, load_u8, low_nibble, max_lanes, maximum, mul,
+                                     either, fetch_ahead, four_rows_halves, four_rows_halves_min, four_tiles_f32, gather_i32, mask, pack_decoded_levels,
+                                     pack_f32, pack_mxfp4_rows, pack_nvfp4_rows, shift_left, shift_right, tile_f32, transpose_8x4, transpose_8x8, write_heads)
+from .simd import (SIGNED, UNSIGNED, absolute, add, bits_or, broadcast_i8x4, dot_add, dot_start, dot_total, f32x8, fifth_bit, fma, high_nibble,
+                                 is_unsigned, load_f16x8, load_f32, load_f32x8, load_i32, load_i8, load_i8x32, load_u8, low_nibble, max_lanes, maximum, mul,
                                  round_i32x8, splat, store, store_f16x8, store_i8x8, sum_lanes, to_f32x8, zero_f32x8, zero_i32x8, zero_i8x32, _pointer)
 
 # %% ../../nbs/ops/01_linear.ipynb #f3ce9b4a
