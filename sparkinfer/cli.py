@@ -590,7 +590,7 @@ def warmup(model, **load):
     with Progress(parts.name) as display: runner, _, _ = load_runner(parts, progress=display, **load)
     runner.close()
     peak = peak_memory()
-    compiled = f'{display.kernels} kernels compiled in {display.compile_seconds:.1f} s of' if display.kernels else 'all kernels were compiled already,'
+    compiled = f'{display.kernels} kernels compiled in {display.compile_seconds:.1f} s of' if display.kernels else 'no kernel had to be compiled,'
     click.echo(f'{compiled} {time.perf_counter() - began:.1f} s'
                + (f', peak memory {peak / 1e6:.0f} MB' if peak else '') + f'; kept in {shown_path(kernel_roots()[0])}')
 
@@ -754,9 +754,8 @@ def eval_kl_command(text, model, runner, device, keep_packed, **options):
 def eval_logits_command(model, ids, out, runner, device, keep_packed, chunk):
     "Write MODEL's logits at every position of a list of token ids."
     from sparkinfer.measure.accuracy import eval_logits
+    place = eval_place(model, runner, device, keep_packed)
     try:
-        with interruptible(out):
-            place = eval_place(model, runner, device, keep_packed)
-            shape = eval_logits(model, ids, out, place['runner'], chunk, keep_packed)
+        with interruptible(out): shape = eval_logits(model, ids, out, place['runner'], chunk, keep_packed)
     except ValueError as error: raise SparkinferError(f'{ids} is not a JSON list of token ids: {error}') from error      # no JSON, or no text at all
     click.echo(json.dumps(dict(eval='logits', model=model, runner=place['runner'], device=place['device'], out=out, shape=list(shape))))

@@ -11,7 +11,7 @@ __all__ = ['SAMPLING_KEYS', 'KV_BYTES', 'RUNNERS', 'WORKSPACE', 'FORMS', 'Parts'
            'close_parts', 'Conversation', 'type_mix']
 
 # %% ../nbs/10_llm.ipynb #653c3edc
-import re, sys, tempfile, time
+import os, re, sys, tempfile, time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,10 +108,9 @@ def has_cuda():
 def need_cuda():
     "UnsupportedError where the packages for the runner on the GPU are missing"
     if has_cuda(): return
-    import ctypes
-    try: ctypes.CDLL('nvcuda.dll' if sys.platform == 'win32' else 'libcuda.so.1')
-    except OSError: raise UnsupportedError("no CUDA driver was found on this machine. With one, the runner on the GPU also needs more packages: "
-                                           "pip install -e '.[cuda]' in sparkinfer's checkout") from None
+    if not has_driver():
+        raise UnsupportedError("no CUDA driver or device was found on this machine. With one, the runner on the GPU also needs more packages: "
+                               "pip install -e '.[cuda]' in sparkinfer's checkout")
     raise UnsupportedError("the runner on the GPU needs more packages: pip install -e '.[cuda]' in sparkinfer's checkout")
 
 def _cuda():
@@ -250,7 +249,8 @@ def asked_place(runner='auto', device='auto') -> tuple:
     if found is None: raise UnsupportedError(f'no device is called {device!r}; there are auto, cpu, cuda, which is cuda:0, and further GPUs by their numbers')
     on_card = None if device == 'auto' else device != 'cpu'
     if runner != 'auto' and on_card not in (None, runner == 'cuda'):
-        raise SparkinferError(f'device {device} and runner {runner} contradict each other: leave one of them out')
+        said = ' (so says SPARKINFER_DEVICE)' if os.environ.get('SPARKINFER_DEVICE') == device else ''
+        raise SparkinferError(f'device {device}{said} and runner {runner} contradict each other: leave one of them out')
     if on_card or runner == 'cuda': return 'cuda', int(found[1] or 0)
     return ('cpu' if runner == 'auto' and on_card is False else runner), None
 

@@ -52,8 +52,8 @@ class SamplingError(SparkinferError):
     "No token can be drawn: the row of logits holds NaN or +inf, every token is ruled out, or the history has a token that nobody here knows."
 
 def _known(spec):
-    if len(spec.history_ids) and spec.history_ids.min() < 0:
-        raise SamplingError(f'step {spec.step}: the history has a token {spec.history_ids.min()}, one in flight: only the runner that drew it knows it. '
+    if len(spec.history_ids) and (least := np.min(spec.history_ids)) < 0:
+        raise SamplingError(f'step {spec.step}: the history has a token {least}, one in flight: only the runner that drew it knows it. '
                             'Give its number')
 
 GREEDY_BELOW = 1e-5

@@ -100,7 +100,7 @@ def read_config(path, kinds: dict) -> dict:
     return out
 
 # %% ../../nbs/serve/07_settings.ipynb #c61bfccd
-OTHER_VARIABLES = {'SPARKINFER_CACHE', 'SPARKINFER_CPU', 'SPARKINFER_SLOW', 'SPARKINFER_BROWSER'}     # read elsewhere
+OTHER_VARIABLES = {'SPARKINFER_CACHE', 'SPARKINFER_CPU', 'SPARKINFER_SLOW', 'SPARKINFER_BROWSER', 'SPARKINFER_TEST_DEVICE'}     # read elsewhere
 
 def variable_of(name: str) -> str: return 'SPARKINFER_' + name.upper()
 
