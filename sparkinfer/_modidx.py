@@ -2973,6 +2973,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'sparkinfer/models/cuda_check.py'),
                                               'sparkinfer.models.cuda_check.kernel_table': ( 'models/cuda_check.html#kernel_table',
                                                                                              'sparkinfer/models/cuda_check.py'),
+                                              'sparkinfer.models.cuda_check.lost': ( 'models/cuda_check.html#lost',
+                                                                                     'sparkinfer/models/cuda_check.py'),
                                               'sparkinfer.models.cuda_check.main': ( 'models/cuda_check.html#main',
                                                                                      'sparkinfer/models/cuda_check.py'),
                                               'sparkinfer.models.cuda_check.noise_weights': ( 'models/cuda_check.html#noise_weights',

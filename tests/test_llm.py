@@ -327,7 +327,7 @@ def test_what_is_in_force_is_told():
     with llm:
         assert llm.engine.place == llm.place == Place('spec') and llm.info['runner'] == 'spec' and llm.info['device'] == 'cpu' and llm.info['capacity']['slots'] == 1
         from sparkinfer.serve.app import info
-        told = info(None, SimpleNamespace(engine=llm.engine, state=SimpleNamespace(shown=[])))
+        told = info(None, SimpleNamespace(engine=llm.engine, state=SimpleNamespace(shown=[], strange=[])))
         assert (told['runner'], told['device'], told['card']) == ('spec', 'cpu', None)
         assert dict(llm.facts())['device'].startswith('cpu with') and 'spec with' in repr(llm)
     with pytest.raises(SparkinferError, match='device cuda:0 and runner spec contradict'): load(device='cuda:0')
