@@ -23,7 +23,7 @@ from ..errors import SparkinferError, UnsupportedError
 from ..models.config import ModelConfig
 from ..models.weights import Weights
 from ..models.forward import Batch, SpecRunner
-from ..ops.sampling import log_softmax
+from ..ops.sampling import kl_divergence, log_softmax
 
 # %% ../../nbs/measure/01_accuracy.ipynb #34959b42
 def compare_rows(reference, other, next_ids):
@@ -34,7 +34,7 @@ def compare_rows(reference, other, next_ids):
     top, other_top = reference.argmax(-1), other.argmax(-1)          # gap: how far the reference's best is ahead; a flip within noise is a tie
     nll = lambda x: np.where(next_ids >= 0, -x[rows, next_ids], np.nan)
     return dict(
-        kl=(np.exp(p) * (p - q)).sum(-1), agrees=top == other_top, reference_nll=nll(p), nll=nll(q),
+        kl=kl_divergence(reference, other), agrees=top == other_top, reference_nll=nll(p), nll=nll(q),
         relative_error=np.linalg.norm(np.float64(other) - reference, axis=-1) / np.linalg.norm(np.float64(reference), axis=-1),
         top=top, other_top=other_top, top_p=np.exp(p[rows, top]), other_top_p=np.exp(q[rows, other_top]),
         gap=np.diff(np.partition(p, -2)[:, -2:])[:, 0])

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'SYNTHETIC', 'in_floats', 'tiny', 'feed', 'worst', 'check_references', 'poisoned', 'check_memory',
            'check_company', 'check_faults', 'check_draws', 'check_hidden', 'check_ahead', 'check_ties', 'synthetic',
-           'lost', 'check_shape_of', 'time_decode', 'noise_weights', 'step_bytes', 'kernel_table', 'bench',
-           'bench_masks', 'bench_load', 'bench_first_start', 'checks', 'run_check', 'main', 'small_hybrid', 'simulate']
+           'check_shape_of', 'time_decode', 'noise_weights', 'step_bytes', 'kernel_table', 'bench', 'bench_masks',
+           'bench_load', 'bench_first_start', 'checks', 'run_check', 'main', 'small_hybrid', 'simulate']
 
 # %% ../../nbs/models/05_cuda_check.ipynb #18220cfc
 import argparse, json, math, sys, tempfile, time
@@ -25,7 +25,7 @@ from ..cuda.ptx import SIMULATED
 from .forward import Batch, SpecRunner, StepResult
 from .weights import Weights
 from ..ops.attention import PAGE
-from ..ops.sampling import SampleSpec, SamplingError, log_softmax, pack_mask, sample_spec
+from ..ops.sampling import SampleSpec, SamplingError, kl_divergence, pack_mask, sample_spec
 
 # %% ../../nbs/models/05_cuda_check.ipynb #aabafe42
 FAMILIES = ('llama', 'qwen3', 'qwen3_moe', 'qwen3_next', 'qwen3_5-r1', 'qwen3_5-r2', 'qwen3_5-r3', 'qwen3_5_moe')
@@ -275,11 +275,6 @@ def synthetic(shape, layers, folder):
     checkpoint = open_checkpoint(path)
     return Weights.from_checkpoint(checkpoint, ModelConfig.from_checkpoint(checkpoint))
 
-def lost(reference, logits):
-    "KL of each row to the reference's"
-    p, q = log_softmax(reference), log_softmax(logits)
-    return (np.exp(p) * (p - q)).sum(-1)
-
 def check_shape_of(shape, layers, kv='f16', limit=.06, limit_floats=4e-3):
     """Weights as they are, and decoded to float32 (dense shapes): then nothing is rounded but keys and values. As they are, what rounding costs is held
     against what it costs the runner on the CPU: mean KL to the spec's decoded weights, two standard errors of room"""
@@ -288,14 +283,14 @@ def check_shape_of(shape, layers, kv='f16', limit=.06, limit_floats=4e-3):
         ids = np.random.default_rng(3).integers(0, weights.config.vocab_size, 60).astype(np.int32)
         want = feed(SpecRunner().load(weights, max_context=96, num_slots=1), ids)
         on_cpu, losses = CpuRunner(kv_type=kv).load(weights, max_context=96, num_slots=1), []
-        cpu_losses = lost(want, feed(on_cpu, ids))
+        cpu_losses = kl_divergence(want, feed(on_cpu, ids))
         on_cpu.close()
         for what, given, most in (('', weights, limit), ('as floats ', in_floats(weights), limit_floats if kv == 'f16' else limit)):
             runner, found = CudaRunner(kv_type=kv).load(given, max_context=96, num_slots=2), []
             for slot, cuts in enumerate(((40, 43, *range(44, 60)), (1, 2, 3, 4, 8, 20, 52))):
                 logits = feed(runner, ids, cuts, slot=slot)
                 assert np.isfinite(logits).all(), 'a number that is none'
-                if not what: losses.append(lost(want, logits))
+                if not what: losses.append(kl_divergence(want, logits))
                 found.append(np.linalg.norm(logits - want, axis=1) / np.linalg.norm(want, axis=1))
             fast = [name for name in ('fast_attention', 'fast_delta') if getattr(runner, name, False)] + [f'experts: {runner.moe}'] * bool(runner.moe)
             runner.close()

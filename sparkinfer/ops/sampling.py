@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['GREEDY_BELOW', 'GOLDEN', 'SampleSpec', 'Sampled', 'SamplingError', 'mix64', 'noise_key', 'token_uniform',
            'gumbel_noise', 'adjust_logits_spec', 'unpack_mask', 'pack_mask', 'filter_spec', 'is_greedy', 'log_softmax',
-           'probabilities', 'sample_spec', 'largest', 'gumbel_argmax', 'exponentials', 'sort_in_place', 'largest_k',
-           'nucleus', 'adjust_logits', 'mask_logits', 'draw', 'logprobs_of', 'sample_row', 'sample']
+           'kl_divergence', 'probabilities', 'sample_spec', 'largest', 'gumbel_argmax', 'exponentials', 'sort_in_place',
+           'largest_k', 'nucleus', 'adjust_logits', 'mask_logits', 'draw', 'logprobs_of', 'sample_row', 'sample']
 
 # %% ../../nbs/ops/06_sampling.ipynb #07133f63
 from dataclasses import dataclass, field
@@ -158,6 +158,13 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     x = np.asarray(logits, np.float64)
     x = x - x.max(-1, keepdims=True)
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+def kl_divergence(reference: np.ndarray, # logits (rows, vocab), or one row
+                  logits: np.ndarray # of the same shape
+                 ) -> np.ndarray: # float64 (rows,), nats
+    "D(reference ‖ logits) of each row: how many nats a token costs more, on average, with the odds of `logits` where those of `reference` hold. 0 only for equal odds."
+    p, q = log_softmax(reference), log_softmax(logits)
+    return (np.exp(p) * (p - q)).sum(-1)
 
 def probabilities(logits: np.ndarray, # float32 (vocab,)
                   spec: SampleSpec
