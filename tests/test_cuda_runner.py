@@ -48,17 +48,18 @@ def test_who_draws():
     runner, two, warm = CudaRunner(), np.arange(2), SampleSpec(temperature=1.)
     runner.config = small_hybrid().config
     def drawing(*specs, places=two): return runner.draws_of(list(specs), np.unique(places), places)[0]
-    assert drawing(SampleSpec(), SampleSpec()) == (False, False, False) and drawing(warm, SampleSpec()) == (False, True, False)
-    assert drawing(warm, SampleSpec(temperature=.5, top_p=.9)) == (False, True, True)
-    assert drawing(warm, SampleSpec(presence_penalty=.1, history_ids=np.array([3], np.int32))) == (True, True, False)
-    assert drawing(warm, SampleSpec(num_logprobs=0)) is None and drawing(warm, SampleSpec(allowed=np.array([1], np.uint32))) == (True, True, False)
-    assert drawing(warm, warm, warm, places=np.array([0, 1, 1])) is None and drawing(*[SampleSpec()] * 3, places=np.array([0, 1, 1])) == (False, False, False)
+    assert drawing(SampleSpec(), SampleSpec()) == (False,) * 4 and drawing(warm, SampleSpec()) == (False, True, False, False)
+    assert drawing(warm, SampleSpec(temperature=.5, top_p=.9)) == (False, True, True, False)
+    assert drawing(warm, SampleSpec(presence_penalty=.1, history_ids=np.array([3], np.int32))) == (True, True, False, False)
+    assert drawing(warm, SampleSpec(allowed=np.array([1], np.uint32))) == (True, True, False, False)
+    assert drawing(SampleSpec(num_logprobs=0), SampleSpec()) == (False, False, False, True) and drawing(warm, SampleSpec(num_logprobs=101)) is None
+    assert drawing(warm, warm, warm, places=np.array([0, 1, 1])) is None and drawing(*[SampleSpec()] * 3, places=np.array([0, 1, 1])) == (False,) * 4
     specs = SampleSpec(temperature=.5, seed=1), SampleSpec(temperature=.25, seed=2)
     swapped = runner.draws_of(list(specs), two, np.array([1, 0]))[1]
     assert swapped[:, 8:16].copy().view(np.float64).reshape(-1).tolist() == [4, 2]                # records stand in the order of the computed rows
     masked = [SampleSpec(allowed=np.uint32([word])) for word in (5, 9)]
     _, records, _, masks = runner.draws_of(masked, two, np.array([1, 0]))
-    assert masks.tolist() == [[9], [5]] and records[:, 60:].copy().view(np.uint32).reshape(-1).tolist() == [1, 2]      # and so do masks: another row's would be a wrong token
+    assert masks.tolist() == [[9], [5]] and records[:, 60:64].copy().view(np.uint32).reshape(-1).tolist() == [1, 2]      # and so do masks: another row's would be a wrong token
 
 @needs_numba_cuda
 def test_masks_follow_their_rows_into_pieces():

@@ -9,9 +9,9 @@ __all__ = ['SCALARS', 'scalars', 'warp', 'matrix_products', 'TINY_SHAPES', 'FULL
            'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_fused',
            'check_beside', 'check_swiglu', 'check_rows', 'without_ties', 'check_experts', 'check_jobs', 'check_pairs',
            'check_delta', 'check_attention', 'check_runs', 'random_mask', 'random_specs', 'in_flight_specs',
-           'check_in_flight', 'check_sampling', 'check_ends', 'noise', 'time_gemv', 'read_rate', 'gpu_record',
-           'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table', 'bench_step', 'time_line',
-           'compile_all', 'run_check', 'side_by_side', 'main']
+           'check_scores', 'check_in_flight', 'check_sampling', 'check_ends', 'noise', 'time_gemv', 'read_rate',
+           'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table', 'bench_step',
+           'time_line', 'compile_all', 'run_check', 'side_by_side', 'main']
 
 # %% ../../nbs/cuda/90_check.ipynb #b6083cd9
 import argparse, json, sys, time
@@ -27,7 +27,7 @@ from ..measure.speed import machine_record, report, text_table
 from ..ops.gated_deltanet import causal_conv_spec, delta_gates_spec, gated_delta_spec, gated_norm_spec, key_head_table, l2_norm_spec
 from ..ops.moe_routing import route_spec
 from ..ops.norm_rope import rms_norm_spec
-from ..ops.sampling import SampleSpec, adjust_logits_spec, pack_mask, sample_spec
+from ..ops.sampling import SampleSpec, adjust_logits_spec, log_softmax, pack_mask, sample_spec
 from .attention import PAGE, attend_kernel, combine_kernel, rope_table, store_keys_kernel
 from .fused import SWIGLU_BLOCKS, fat_gemv, fat_kernel, fat_rule, fat_swiglu, fits_beside, swiglu_rest
 from .gated_deltanet import delta_step_kernel
@@ -37,8 +37,8 @@ from .linear import (KINDS, PACKERS, Matrix, embed, gemv, gemv_arguments, gemv_k
                                     quantize_spec, record_bytes, records_spec)
 from .rows import (JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_spec, jobs_up_kernel,
                                   pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product, tiled_records_spec)
-from .sampling import (BLOCKS, adjust, best_of_all, best_of_parts, draw, draw_records, feed_kernel, greedy, mask_rows, needs, penalise_kernel,
-                                      sampling_bytes)
+from .sampling import (BLOCKS, DRAW_BLOCKS, SCORE_BYTES, SCORES, adjust, best_of_all, best_of_parts, draw, draw_records, feed_kernel, greedy,
+                                      keep_kernel, mask_rows, needs, penalise_kernel, sampling_bytes, score, scores_of)
 from .ptx import *
 from .ptx import SIMULATED, TWINS, shared_address
 
@@ -704,6 +704,7 @@ def random_specs(rng, count, vocabulary):
                     prompt_length=100) if i % 3 == 1 else {}
         if i % 4 == 2: more |= dict(bias_ids=rng.choice(vocabulary, 5, False).astype(np.int32), bias_values=np.array([3, -3, -np.inf, 10, 1], np.float32))
         if i % 5 in (1, 4): more |= dict(allowed=random_mask(rng, vocabulary, i))
+        if i % 7 in (1, 2, 4): more |= dict(num_logprobs=(0, 5, 20, 1, SCORES)[i % 5])
         specs.append(SampleSpec(**kinds[i % len(kinds)], seed=int(rng.integers(1 << 62)), choice=i % 2, step=int(rng.integers(1000)), **more))
     return specs
 
@@ -721,6 +722,12 @@ def in_flight_specs(rng, count, vocabulary):
                        i % 6 == 5)
         out.append((true if known else replace(true, history_ids=np.r_[true.history_ids[:-1], np.int32(-1)]), true, newest))
     return out
+
+def check_scores(logits, spec, token, logprob, ids, logprobs):
+    "What was reported with `token`, which was drawn from the row `logits`, against a softmax in float64 and a sort"
+    exact, n = log_softmax(logits), min(max(spec.num_logprobs, 0), len(logits))
+    np.testing.assert_array_equal(ids, np.lexsort((np.arange(len(logits)), -logits))[:n])
+    np.testing.assert_allclose([logprob, *logprobs], exact[[token, *ids]], rtol=1e-6, atol=1e-5)
 
 def check_in_flight(rng):
     "Rows of all kinds in one launch; → how many"
@@ -748,7 +755,7 @@ def check_sampling(rng):
     rows, vocabulary, rounds = (2, 600, 1) if SIMULATED else (32, 248320, 3)
     buffers = ({name: Buffer(size, fill=0) for name, size in sampling_bytes(rows, vocabulary).items()}
                | dict(found=Buffer(8 * BLOCKS * rows), last=Buffer(4 * rows, fill=0), owners=Buffer.of(np.arange(rows, dtype=np.int32)[::-1].copy())))
-    differ, drawn = 0, 0
+    differ, drawn, reported = 0, 0, 0
     for turn in range(rounds):
         logits, specs = (rng.normal(0, 3, (rows, vocabulary)) + 4 * rng.exponential(1, (rows, 1))).astype(np.float32), random_specs(rng, rows, vocabulary)
         logits[:, 100:110] = logits.max(1, keepdims=True)                            # ten that are equal, the largest
@@ -757,20 +764,28 @@ def check_sampling(rng):
         nothing = pack_mask(np.zeros(vocabulary, bool))
         # a NaN that is not allowed is one all the same
         if turn == 2: specs[3], specs[5] = (SampleSpec(temperature=1., allowed=mask) for mask in (pack_mask(np.arange(vocabulary) != 5), nothing))
+        # three that are not at −∞, and more wanted
+        logits[-1, 3:], specs[-1] = -np.inf, (SampleSpec(num_logprobs=7), SampleSpec(temperature=1., num_logprobs=3), SampleSpec(num_logprobs=0))[turn]
         records, entries = draw_records(specs)
-        penalised, weighed = needs(specs)
+        penalised, noisy, weighed, scored = needs(specs)
         buffers['draws'].write(records)
-        given, listed = Buffer.of(logits), Buffer.of(entries)
+        given, raw, listed = Buffer.of(logits), Buffer(logits.nbytes, fill=0xff), Buffer.of(entries)
+        if scored: buffers['reported'].fill(0xff)
+        keep_kernel.launch(rows * DRAW_BLOCKS, 256, given.address, raw.address, vocabulary)
         buffers['masks'].write(mask_rows(specs, vocabulary))
         if penalised:
             adjust(given.address, buffers['draws'].address, listed.address, buffers['masks'].address, vocabulary, rows, buffers['owners'].address,
                    buffers['last'].address)
         best_of_parts.launch(rows * BLOCKS, 256, given.address, buffers['found'].address, vocabulary)
         draw(given.address, buffers['found'].address, BLOCKS, vocabulary, rows, lambda name: buffers[name].address, buffers['owners'].address,
-             buffers['last'].address, weighed=weighed)
+             buffers['last'].address, noisy, weighed)
+        if scored:
+            best_of_parts.launch(rows * BLOCKS, 256, raw.address, buffers['found'].address, vocabulary)
+            score(raw.address, buffers['found'].address, BLOCKS, vocabulary, rows, lambda name: buffers[name].address)
         got = buffers['drawn'].read(np.int32, rows)
         np.testing.assert_array_equal(buffers['last'].read(np.int32, rows)[::-1], got)
-        adjusted = given.read(np.float32, logits.shape)
+        adjusted, scores = given.read(np.float32, logits.shape), buffers['reported'].read(np.uint32, (rows, SCORE_BYTES // 4))
+        np.testing.assert_array_equal(raw.read(np.float32, logits.shape), logits)
         for i, spec in enumerate(specs):
             want = adjust_logits_spec(logits[i], spec)
             np.testing.assert_array_equal(adjusted[i], np.where(np.isnan(logits[i]), logits[i], want), err_msg=f'penalties or mask of row {i}')
@@ -778,6 +793,10 @@ def check_sampling(rng):
                 assert got[i] == (-1 if rows > 4 and i == 3 else -2), f'row {i}, which cannot be drawn from, gave {got[i]}'; continue
             want, drawn = sample_spec(logits[i], spec).token, drawn + 1
             differ += got[i] != want
+            if spec.num_logprobs >= 0:
+                check_scores(logits[i], spec, got[i], *scores_of(scores[i], spec, vocabulary))
+                reported += 1
+            elif scored: assert (scores[i] == 0xffffffff).all(), f'row {i} was scored, and had not asked'
             assert 0 <= got[i] < vocabulary
         assert (not buffers['length'].read(np.int32, rows).any() and not buffers['counts'].read(np.int32, rows * 1024).any()
                 and not buffers['masses'].read(np.int64, rows * 1024).any()), 'something is left for the next draw'
@@ -785,7 +804,7 @@ def check_sampling(rng):
     feed_kernel.launch(1, 2, tokens.address, buffers['owners'].address, buffers['last'].address)
     np.testing.assert_array_equal(tokens.read(np.int32, 2), [max(got[0], 0), 7])
     assert differ <= drawn // 50, f'{differ} of {drawn} draws differ'                # where a filter ends at a float's rounding; none is usual
-    return f'{drawn} draws of {vocabulary} tokens, {differ} differ from the spec; {check_in_flight(rng)} penalised rows with a token in flight'
+    return f'{drawn} draws of {vocabulary} tokens, {differ} differ from the spec; {reported} reported with log-probabilities; {check_in_flight(rng)} penalised rows with a token in flight'
 
 # %% ../../nbs/cuda/90_check.ipynb #17df7d5c
 def check_ends(rng):

@@ -174,7 +174,7 @@ class Sequence:
     @property
     def steady(self):
         "Whether the draw after one in flight can be planned: all that it asks of the token before it is what the runner, which has that token, can do"
-        return not (self.alone or self.params.logprobs is not None) and (self.constraint is None or self.constraint.is_free(self.flying))
+        return not self.alone and (self.constraint is None or self.constraint.is_free(self.flying))
 
     def take_off(self):
         "A token is being drawn: it is -1 until `accept` gets it"

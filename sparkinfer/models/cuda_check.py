@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'SYNTHETIC', 'in_floats', 'tiny', 'feed', 'worst', 'check_references', 'poisoned', 'check_memory',
            'check_company', 'check_faults', 'check_draws', 'check_hidden', 'check_ahead', 'check_ties', 'synthetic',
-           'check_shape_of', 'time_decode', 'noise_weights', 'step_bytes', 'kernel_table', 'bench', 'bench_masks',
+           'check_shape_of', 'time_decode', 'noise_weights', 'step_bytes', 'kernel_table', 'bench', 'bench_draws',
            'bench_load', 'bench_first_start', 'checks', 'run_check', 'main', 'small_hybrid', 'simulate']
 
 # %% ../../nbs/models/05_cuda_check.ipynb #18220cfc
@@ -20,7 +20,8 @@ from ..formats.safetensors import open_checkpoint, open_folder
 from ..measure.speed import report, text_table
 from .config import ModelConfig
 from .cpu_runner import CpuRunner
-from .cuda_runner import CudaRunner, device_free, size_for
+from ..cuda.sampling import SCORES
+from .cuda_runner import PLAIN, CudaRunner, device_free, size_for
 from ..cuda.ptx import SIMULATED
 from .forward import Batch, SpecRunner, StepResult
 from .weights import Weights
@@ -172,21 +173,27 @@ def check_faults(weights, ids):
 # %% ../../nbs/models/05_cuda_check.ipynb #53118add
 def check_draws(weights, ids, count=20, steps=3):
     "The same prompts in two halves of the slots: logits of the one, tokens drawn on the card from the other, with every kind of request"
-    from sparkinfer.cuda.check import random_specs
+    from sparkinfer.cuda.check import check_scores, random_specs
     runner, rng, drawn = CudaRunner().load(weights, max_context=64, num_slots=2 * count), np.random.default_rng(3), 0
     prompts = [np.roll(ids, -3 * i)[:1 + i % 11].astype(np.int32) for i in range(count)]
     batches = [Batch.join([Batch.of(p, slot=half * count + i) for i, p in enumerate(prompts)]) for half in range(2)]
     for turn in range(steps):
         specs = random_specs(rng, count, weights.config.vocab_size)
-        if turn == 1: specs[4] = replace(specs[4], num_logprobs=0)                   # that is for the host, and so all of the step
+        if turn == 1: specs[4] = replace(specs[4], num_logprobs=SCORES + 1)          # that is for the host, and so all of the step
         logits, got = runner.submit(batches[0]).logits, runner.collect(runner.submit(batches[1], specs))
         want = np.array([sample_spec(row, spec).token for row, spec in zip(logits, specs)])
         np.testing.assert_array_equal(got.tokens, want)
         assert got.errors == ()
+        for row, spec, token, logprob, top in zip(logits, specs, got.tokens, got.logprobs, got.top, strict=True):
+            if spec.num_logprobs >= 0: check_scores(row, spec, token, logprob, *top)
+            else: assert np.isnan(logprob) and not len(top[0])
         drawn += count
         batches = [Batch(want, runner.lengths[half * count:][:count], half * count + np.arange(count), np.arange(count)) for half in range(2)]
-    twice = runner.collect(runner.submit(Batch(want[:2], runner.lengths[:2], [0, 1], [0, 0, 1]), [SampleSpec(temperature=1., seed=s) for s in (1, 2, 3)]))
-    assert twice.errors == () and len(twice.tokens) == 3
+    several = [SampleSpec(temperature=1., seed=s, num_logprobs=s) for s in range(-1, 4)]                # one row, several answers, not in the order of the rows
+    logits = runner.submit(Batch(want[:2], runner.lengths[count:][:2], [count, count + 1], [0, 1])).logits[[0, 1, 0, 0, 1]]
+    done = runner.collect(runner.submit(Batch(want[:2], runner.lengths[:2], [0, 1], [0, 1, 0, 0, 1]), several))
+    np.testing.assert_array_equal(done.tokens, [sample_spec(row, s).token for row, s in zip(logits, several)])
+    for row, s, token, logprob, top in zip(logits[1:], several[1:], done.tokens[1:], done.logprobs[1:], done.top[1:]): check_scores(row, s, token, logprob, *top)
     only = [SampleSpec(temperature=1., allowed=pack_mask(np.arange(weights.config.vocab_size) == token)) for token in (7, -1, 9)]
     done = runner.collect(runner.submit(Batch(want[2:5], runner.lengths[2:5], [2, 3, 4], [0, 1, 2]), only))
     assert done.tokens[[0, 2]].tolist() == [7, 9] and isinstance(done.errors[1], SamplingError) and 'rules out every token' in str(done.errors[1]), done.errors
@@ -214,8 +221,8 @@ def check_hidden(weights, ids, limit=1e-3):
 
 # %% ../../nbs/models/05_cuda_check.ipynb #a5ef7804
 def check_ahead(weights, ids, count=5, rounds=10, steps=100):
-    """Greedy, drawn and penalised, each token fed and counted on the card and read one step later, against steps that wait for it; now and then the
-    host draws, since one asks for log-probabilities; and what memory is free before and after"""
+    """Greedy, drawn and penalised, each token fed and counted on the card and read one step later, against steps that wait for it; now and then with
+    log-probabilities, or so many of them that the host draws; and what memory is free before and after"""
     runner = CudaRunner().load(weights, max_context=steps + 16, num_slots=2 * count)
     prompts, lengths = [np.roll(ids, -5 * i)[:4].astype(np.int32) for i in range(count)], None
     # tokens that come again and again, so that a penalty decides
@@ -224,7 +231,7 @@ def check_ahead(weights, ids, count=5, rounds=10, steps=100):
              dict(temperature=1., presence_penalty=1.5, repetition_penalty=1.2, **few), dict(frequency_penalty=1., **few))
     def spec(i, step, said):
         history = dict(history_ids=np.r_[prompts[i], said].astype(np.int32), prompt_length=len(prompts[i])) if i > 2 else {}
-        return SampleSpec(**kinds[i], **history, seed=i, step=step, num_logprobs=0 if i == 0 and step % 9 == 5 else -1)
+        return SampleSpec(**kinds[i], **history, seed=i, step=step, num_logprobs={5: SCORES + 1, 7: 3}.get(step % 9, -1) if i == 0 else -1)
     def answers(first, ahead):
         slots, found, waiting = first + np.arange(count), [], None
         handle = runner.submit(Batch.join([Batch.of(p, slot=first + i) for i, p in enumerate(prompts)]), [spec(i, 0, ()) for i in range(count)])
@@ -359,7 +366,7 @@ def kernel_table(runner, sequences):
     n, Kernel.launch = size_for(sequences), note
     try:
         runner.launch_rows(n, n, True)
-        runner.launch_head(n, True, (False, False, False))
+        runner.launch_head(n, True, PLAIN)
     finally: Kernel.launch = launch
     for kernel, launches in noted.items():
         graph = Graph()
@@ -386,7 +393,7 @@ def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None
     ready()
     for sequences, position in ((1, 128), (1, 4096), (4, 1024), (16, 1024), (32, 1024)):
         took, ahead = (time_decode(runner, sequences, position, ahead=ahead) for ahead in (False, True))
-        graph = runner.graphs[sequences, sequences, sequences, True, False, (False, False, False)]
+        graph = runner.graphs[sequences, sequences, sequences, True, False, PLAIN]
         device, nbytes = float(np.median(replay_seconds(graph))), step_bytes(runner, sequences, position)
         if sequences in (1, 32): kernels[str(sequences)] = kernel_table(runner, sequences)
         drawn = time_decode(runner, sequences, position, ahead=True, temperature=.7, top_k=40, top_p=.95)
@@ -418,19 +425,21 @@ def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None
                        **(dict(measured_commit=commit) if commit else {})), save)
 
 # %% ../../nbs/models/05_cuda_check.ipynb #566bc9cd
-def bench_masks(shape='qwen3.6-35b-a3b', layers=4, save=True, commit=None):
-    "Milliseconds of a step that waits for its tokens, at temperature .7, top-k 40 and top-p .95: without a mask, with one of each kind, and drawn on the host"
+def bench_draws(shape='qwen3.6-35b-a3b', layers=4, save=True, commit=None):
+    "Milliseconds of a step that waits for its tokens, at temperature .7, top-k 40 and top-p .95: with masks, with log-probabilities, and drawn on the host"
     from sparkinfer.cuda.check import gpu_record
     weights = noise_weights(shape, layers)
     runner, vocabulary, rows = CudaRunner().load(weights, max_context=512, num_slots=32), weights.config.vocab_size, []
     ids = np.arange(vocabulary)
     for sequences in (1, 32):
-        for what, more in (('no mask', {}), ('half allowed', dict(allowed=pack_mask(ids % 2 == 0))),
-                           ('ten allowed', dict(allowed=pack_mask(ids % (vocabulary // 10) == 5))), ('drawn on the host', dict(num_logprobs=0))):
+        half = dict(allowed=pack_mask(ids % 2 == 0))
+        for what, more in (('nothing else', {}), ('a mask, half allowed', half), ('a mask, ten allowed', dict(allowed=pack_mask(ids % (vocabulary // 10) == 5))),
+                           ('its logprob', dict(num_logprobs=0)), ('and the 20 most likely', dict(num_logprobs=20)),
+                           ('both, half allowed', dict(num_logprobs=20, **half)), ('drawn on the host', dict(num_logprobs=SCORES + 1))):
             seconds = time_decode(runner, sequences, 128, temperature=.7, top_k=40, top_p=.95, **more)
             rows.append(dict(sequences=sequences, what=what, milliseconds=round(seconds * 1e3, 3)))
     runner.close()
-    return report('cuda-masks', text_table(['sequences', 'mask', 'ms a step'], [list(map(str, r.values())) for r in rows]),
+    return report('cuda-draws', text_table(['sequences', 'with', 'ms a step'], [list(map(str, r.values())) for r in rows]),
                   dict(shape=shape, layers=layers, vocabulary=vocabulary, results=rows, **gpu_record(),
                        **(dict(measured_commit=commit) if commit else {})), save)
 
@@ -509,7 +518,7 @@ def main(argv=None):
     parser.add_argument('--processes', type=int, default=1, help='run so many checks at a time, each in a process of its own')
     parser.add_argument('--speed-of', nargs='*', default=['qwen3.6-35b-a3b'], help='shapes that --speed times')
     parser.add_argument('--speed', type=int, help='time a made-up qwen3.6-35b-a3b of so many layers (40 is all of it)')
-    parser.add_argument('--masks', action='store_true', help='time steps with masks of allowed tokens')
+    parser.add_argument('--draws', action='store_true', help='time steps with masks of allowed tokens and with log-probabilities')
     parser.add_argument('--load', action='store_true', help='time loads: packed, and as the packed weights were kept')
     parser.add_argument('--first-start', action='store_true', help='time how long the kernels of two models take to be made; with an empty SPARKINFER_CACHE')
     parser.add_argument('--commit', help='what to write into the record where there is no git')
@@ -527,7 +536,7 @@ def main(argv=None):
                dict(failed=failed, checks=[dict(what=w, seconds=s, outcome=o) for w, s, o in lines], **gpu_record(),
                     **(dict(measured_commit=args.commit) if args.commit else {})), save=not failed)
     if args.first_start: bench_first_start(commit=args.commit)
-    if args.masks: bench_masks(commit=args.commit)
+    if args.draws: bench_draws(commit=args.commit)
     if args.load: bench_load(commit=args.commit)
     for shape in args.speed_of if args.speed else (): bench(args.speed if shape == 'qwen3.6-35b-a3b' else None, shape, commit=args.commit)
     return failed
@@ -555,12 +564,15 @@ def simulate(kv='f32', limit=1e-4):
     for batch in (Batch([3, 9, 4], [0, 0, 1], [1, 0, 1], [0, 1, 2]), Batch([7, 8], [1, 2], [0, 1], [1, 1])):
         errors.append(worst(runner.submit(batch).logits, spec.submit(batch).logits))
         errors.append(worst(runner.hidden, spec.hidden))
-    batch, only = Batch([1, 2], [2, 3], [0, 1], [0, 1]), [SampleSpec(temperature=1., allowed=np.uint32([1 << 5])), SampleSpec(allowed=np.uint32([0]))]
-    done = runner.collect(runner.submit(batch, only))
-    assert done.tokens[0] == 5 and done.errors[0] is None and isinstance(done.errors[1], SamplingError), (done.tokens, done.errors)
-    spec.submit(batch)
+    # two draws from one row, of which the second wants to know how likely the model thought what it was allowed, and another row that allows nothing
+    five, batch = SampleSpec(temperature=1., allowed=np.uint32([1 << 5])), Batch([1, 2], [2, 3], [0, 1], [0, 1, 0])
+    asked = [five, SampleSpec(allowed=np.uint32([0])), replace(five, num_logprobs=3)]
+    done, scored = runner.collect(runner.submit(batch, asked)), sample_spec(spec.submit(batch).logits[2], asked[2])
+    assert done.tokens[[0, 2]].tolist() == [5, 5] and done.errors[::2] == (None, None) and isinstance(done.errors[1], SamplingError), (done.tokens, done.errors)
+    assert np.isnan(done.logprobs[0]) and abs(done.logprobs[2] - scored.logprob) < 20 * limit, (done.logprobs, scored)
+    np.testing.assert_allclose(done.top[2][1], scored.top_logprobs, atol=20 * limit)
     drawn, heads = [5, 0], [[3], [4, 4]]                                             # in flight: what was drawn, and the 0 that stands for what could not be
-    for step, who in enumerate((-1, 0)):                                             # first the card draws, then the host
+    for step, who in enumerate((-1, SCORES + 1)):                                    # first the card draws, then the host
         # with an entry of its own, and without
         biases = [dict(bias_ids=np.int32([token]), bias_values=np.float32([50])) if step == 0 else {} for token in drawn]
         true = [SampleSpec(temperature=1., presence_penalty=100., seed=step, num_logprobs=who, history_ids=np.int32([*head, token]), prompt_length=1, **bias)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PIECE', 'CHUNK', 'SIZES', 'COLUMNS', 'ENTRIES', 'AHEAD_BYTES', 'MOE_AHEAD_BYTES', 'MANY', 'SHOWN', 'GROUPS',
-           'VECTORS', 'NOTHING', 'Rows', 'nvfp4_blocks', 'Plan', 'stacked', 'woven', 'place', 'Packed', 'model_files',
-           'size_for', 'power_of_two', 'gigabytes', 'CudaRunner', 'device_free', 'device_bytes', 'after_out',
-           'beginning', 'Pending', 'Results', 'sample_of', 'is_plain', 'kernels_of']
+           'VECTORS', 'NOTHING', 'PLAIN', 'Rows', 'nvfp4_blocks', 'Plan', 'stacked', 'woven', 'place', 'Packed',
+           'model_files', 'size_for', 'power_of_two', 'gigabytes', 'CudaRunner', 'device_free', 'device_bytes',
+           'after_out', 'beginning', 'outputs_of', 'Pending', 'Results', 'is_plain', 'kernels_of']
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #4011c960
 import hashlib, math, os, shutil, sys, threading, time, uuid
@@ -22,7 +22,8 @@ from ..cuda.graphs import Buffer, CudaError, Graph, Rehearsal, Stream, checked, 
 from ..cuda.linear import KIND_OF, KINDS, STAGE_BYTES, Matrix, embed, gemv, kind_of, pack, plane_bytes, prepare, record_bytes
 from ..cuda.moe_routing import DOWN_WARPS, down_fits, experts_down_kernel, experts_up_kernel, router_blocks, router_kernel, up_blocks
 from ..cuda.ptx import SIMULATED
-from ..cuda.sampling import DRAW_BYTES, ENTRY_BYTES, adjust, draw, draw_records, feed_kernel, mask_rows, needs, sampling_bytes
+from ..cuda.sampling import (DRAW_BLOCKS, DRAW_BYTES, ENTRY_BYTES, SCORE_BYTES, SCORES, adjust, draw, draw_records, feed_kernel, keep_kernel, mask_rows,
+                                      needs, sampling_bytes, score, scores_of)
 from ..cuda.rows import (JOB_WORDS, add_parts_kernel, conv_rows_kernel, delta_rows_kernel, jobs_down_kernel, jobs_kernel, jobs_up_kernel,
                                   pairs_at_once, pairs_down, pairs_fit, pairs_up, round_rows, rows_product)
 from ..errors import SparkinferError, UnsupportedError
@@ -387,7 +388,7 @@ def buffer_sizes(self: CudaRunner):
     c, n, H = self.config, SIZES[-1], self.config.hidden_size
     wide, mixed = (max([*self.width_in.values(), 2 * c.intermediate_size if 'dense' in c.ffn_kinds else 0, 2 * c.shared_size]),
                    max(c.query_size, c.delta_value_size, c.intermediate_size if 'dense' in c.ffn_kinds else 0, c.shared_size, H))
-    sizes = dict(h=H, shown=SHOWN // n * H, x=wide, mixed=mixed, floats=max(mixed, wide), logits=c.vocab_size, picked=H, found=2 * PARTS)
+    sizes = dict(h=H, shown=SHOWN // n * H, x=wide, mixed=mixed, floats=max(mixed, wide), logits=c.vocab_size, raw=c.vocab_size, picked=H, found=2 * PARTS)
     sizes = ({name: 4 * n * each for name, each in sizes.items()} | sampling_bytes(n, c.vocab_size)
              | dict(entries=ENTRIES * ENTRY_BYTES, record=2 * n * record_bytes((max(mixed, wide) + 31) // 32 * 32), inputs=4 * n * len(COLUMNS)))
     if 'attention' in c.layer_kinds:
@@ -629,7 +630,7 @@ def beginning(matrix): return matrix.addresses[0], min(AHEAD_BYTES, matrix.nbyte
 # %% ../../nbs/models/05_cuda_runner.ipynb #360c523d
 @patch
 def launch_head(self: CudaRunner, n, everything, drawing=None):
-    "Logits of all rows of h, or of the `picks`, and the largest of each; drawing: (adjusted, noisy, weighed) when a token is to be drawn for each"
+    "Logits of all rows of h, or of the `picks`, and the largest of each; drawing: what `needs` says when a token is to be drawn for each, or None"
     c, h = self.config, self.at('h')
     if not everything:
         pick_kernel.launch(n, 128, h, self.given('picks'), self.at('picked'), c.hidden_size, stream=self.stream)
@@ -639,12 +640,17 @@ def launch_head(self: CudaRunner, n, everything, drawing=None):
         prepare('norm', c.hidden_size, h, self.at('record'), n, self.final_norm.address, eps=c.norm_eps, stream=self.stream)
         gemv(self.head, self.at('record'), self.at('logits'), tokens=n, stream=self.stream)
     else: self.multiply([(self.head, 0)], n, h, self.at('logits'), c.vocab_size, 'norm', weight=self.final_norm.address)
-    if drawing and drawing[0]:
-        adjust(self.at('logits'), self.at('draws'), self.at('entries'), self.at('masks'), c.vocab_size, n, self.given('owners'), self.last.address,
-               stream=self.stream)
     if drawing is None: return
-    largest_kernel.launch(n * PARTS, 128, self.at('logits'), self.at('found'), c.vocab_size, stream=self.stream, dependent=True)
-    draw(self.at('logits'), self.at('found'), PARTS, c.vocab_size, n, self.at, self.given('owners'), self.last.address, *drawing[1:], stream=self.stream)
+    (adjusted, noisy, weighed, scored), logits, found, stream = drawing, self.at('logits'), self.at('found'), self.stream
+    owners, raw = (self.given('owners'), self.last.address), self.at('raw') if adjusted else logits
+    if adjusted:
+        if scored: keep_kernel.launch(n * DRAW_BLOCKS, 256, logits, raw, c.vocab_size, stream=stream, dependent=True)
+        adjust(logits, self.at('draws'), self.at('entries'), self.at('masks'), c.vocab_size, n, *owners, stream=stream)
+    largest_kernel.launch(n * PARTS, 128, logits, found, c.vocab_size, stream=stream, dependent=True)
+    draw(logits, found, PARTS, c.vocab_size, n, self.at, *owners, noisy, weighed, stream=stream)
+    if not scored: return
+    if adjusted: largest_kernel.launch(n * PARTS, 128, raw, found, c.vocab_size, stream=stream, dependent=True)
+    score(raw, found, PARTS, c.vocab_size, n, self.at, stream=stream)
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #0e26b309
 @patch
@@ -764,25 +770,26 @@ def launch_experts(self: CudaRunner, layer, n):
 # %% ../../nbs/models/05_cuda_runner.ipynb #67171dec
 @patch
 def submit(self: CudaRunner, batch, sampling=None):
-    """Start a step; see `Runner.submit`. Tokens are drawn on the card unless a spec asks for logprobs or shares its row with another; then, and for
-    logits, the step is waited for here.
-    A token below 0 in the batch, or at the end of a spec's history: the one that its slot drew last, which need not have been collected"""
+    """Start a step; see `Runner.submit`. Tokens are drawn on the card, see `draws_of`; where they are not, and for logits, the step is waited for here.
+    A token below 0 in the batch, or at the end of a spec's history: the one that its slot drew last, which need not have been collected; after several
+    draws from one row, which of them is not said"""
     fed = bool((batch.tokens < 0).any())
     check_batch(replace(batch, tokens=np.maximum(batch.tokens, 0)) if fed else batch, self.config, self.lengths, self.max_context, tables=self.block_tables,
                 num_pages=self.num_pages)
     self.mirror_tables()
     order = np.argsort(batch.slots, kind='stable')
     every = len(batch.output_rows) == len(batch) and (batch.output_rows == np.arange(len(batch))).all()
-    # a row that is asked for several times is computed once
+    # a row that is asked for several times is computed once, unless each time a token is drawn from it
     wanted, places = (np.arange(len(batch)),) * 2 if every else np.unique(batch.output_rows, return_inverse=True)
+    repeated = sampling is not None and len(wanted) < len(sampling) <= SIZES[-1] and not all(map(is_plain, sampling))
+    if repeated: wanted, places = batch.output_rows, np.arange(len(sampling))
     drawing, records, entries, masks = self.draws_of(sampling, wanted, places)
-    outputs, pending = None, Pending(self, sampling, places, len(wanted))
+    outputs, pending = None, Pending(sampling, places, len(wanted), self.config.vocab_size, bool(drawing) and drawing[3])
     if drawing is None: outputs = np.zeros((len(wanted), self.config.vocab_size), np.float32)
     self.last_pieces = list(self.pieces(batch, order))
     for number, rows in enumerate(self.last_pieces):
-        mine = np.arange(len(rows)) if every else np.flatnonzero(np.isin(rows, wanted))
-        into = np.searchsorted(wanted, rows[mine])
-        taken = self.compute(batch, rows, mine, fed, drawing, *(() if records is None else (records[into], entries, masks)))
+        into, mine = (rows, np.arange(len(rows))) if every else outputs_of(wanted, rows)
+        taken = self.compute(batch, rows, mine, repeated, fed, drawing, *(() if records is None else (records[into], entries, masks)))
         self.show(number, rows)
         if not len(mine): continue
         if drawing is None: outputs[into] = taken()
@@ -792,18 +799,23 @@ def submit(self: CudaRunner, batch, sampling=None):
     if drawing is not None and not pending.parts: pending.expect(np.arange(0), *self.results.keep(pending, self, np.arange(0)))
     return sample_rows(outputs[places], self.told(sampling, batch.slots[batch.output_rows]), sample) if drawing is None else pending
 
+def outputs_of(wanted, rows):
+    "(places in `wanted` of what comes from the `rows` of a piece, which of the piece's rows that is)"
+    into = np.flatnonzero(np.isin(wanted, rows))
+    order = np.argsort(rows)
+    return into, order[np.searchsorted(rows, wanted[into], sorter=order)]
+
 # %% ../../nbs/models/05_cuda_runner.ipynb #944f9267
 @patch
 def draws_of(self: CudaRunner, sampling, wanted, places):
-    "((adjusted, noisy, weighed) or None when the host draws, records for `wanted` rows or None when all take the largest, entries, masks)"
-    if sampling is None or any(s.num_logprobs >= 0 for s in sampling): return None, None, None, None
-    if all(map(is_plain, sampling)): return (False, False, False), None, None, None
+    "(what `needs` says or None when the host draws, records for `wanted` rows or None when all take the largest, entries, masks)"
+    if sampling is None or any(s.num_logprobs > SCORES for s in sampling): return None, None, None, None
+    if all(map(is_plain, sampling)): return PLAIN, None, None, None
     if len(places) != len(wanted): return None, None, None, None
     specs = [sampling[i] for i in np.argsort(places)]                               # one for each computed row
     records, entries = draw_records(specs)
     if len(entries) > ENTRIES: return None, None, None, None
-    adjusted, weighed = needs(specs)
-    return (adjusted, True, weighed), records, entries, mask_rows(specs, self.config.vocab_size) if any(len(s.allowed) for s in specs) else None
+    return needs(specs), records, entries, mask_rows(specs, self.config.vocab_size) if any(len(s.allowed) for s in specs) else None
 
 @patch
 def told(self: CudaRunner, sampling, slots):
@@ -821,58 +833,66 @@ def show(self: CudaRunner, number, rows):
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #9c0d67c9
 class Pending:
-    "A step whose tokens are still on the card"
-    def __init__(self, runner, sampling, places, count):
+    "A step whose tokens are still on the card; scored: log-probabilities come with them"
+    def __init__(self, sampling, places, count, vocabulary, scored):
         self.sampling, self.places, self.tokens, self.parts, self.done = sampling, places, np.zeros(count, np.int64), [], None
+        self.vocabulary, self.scores = vocabulary, np.zeros((count, SCORE_BYTES // 4), np.uint32) if scored else None
 
     def expect(self, into, read, at): self.parts.append((into, read, at))
 
     def fetch(self):
         "Wait for the tokens, so that their place may be used again"
-        for into, read, at in self.parts: self.tokens[into] = read()[at]
+        for into, read, at in self.parts:
+            tokens, scores = read()
+            self.tokens[into] = tokens[at]
+            if scores is not None: self.scores[into] = scores[at]
         self.parts = []
+
+    def sampled(self, row, spec):
+        token = int(self.tokens[row])
+        if token < 0:
+            raise SamplingError(f'step {spec.step}: the row of logits '
+                                + ('holds NaN or +inf: the weights are damaged or a computation overflowed' if token == -1 else 'rules out every token'))
+        return Sampled(token, *(scores_of(self.scores[row], spec, self.vocabulary) if spec.num_logprobs >= 0 else (np.nan, *NOTHING)))
 
     def result(self):
         if self.done is None:
             self.fetch()
             tokens = self.tokens[self.places]
-            if (tokens < 0).any():
-                def taken(token, spec):
-                    if token < 0:
-                        raise SamplingError(f'step {spec.step}: the row of logits '
-                                            + ('holds NaN or +inf: the weights are damaged or a computation overflowed'
-                                               if token == -1 else 'rules out every token'))
-                    return sample_of(token)
-                self.done = sample_rows(tokens.tolist(), self.sampling, taken)
+            if self.scores is not None or (tokens < 0).any(): self.done = sample_rows(self.places, self.sampling, self.sampled)
             else: self.done = StepResult(tokens.astype(np.int32), np.full(len(tokens), np.nan, np.float32), None, tuple(NOTHING for _ in tokens))
         return self.done
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #a0209e27
 class Results:
-    "A ring of places in the host's memory to which the card writes tokens, each with an event that says that they are there"
+    "A ring of places in the host's memory to which the card writes tokens and scores, each with an event that says that they are there"
     def __init__(self, count=64):
         self.count, self.at, self.owners, self.memory = count, 0, [None] * count, None
         if SIMULATED: return
         import ctypes
-        address = int(checked(driver().cuMemHostAlloc(4 * SIZES[-1] * count, 0), 'taking memory of the host'))
-        self.memory, self.address = np.frombuffer((ctypes.c_int32 * (SIZES[-1] * count)).from_address(address), np.int32).reshape(count, SIZES[-1]), address
+        self.size = (4 + SCORE_BYTES) * SIZES[-1]                                    # of a place: 32 tokens, then as many scores
+        address = int(checked(driver().cuMemHostAlloc(self.size * count, 0), 'taking memory of the host'))
+        self.memory, self.address = np.frombuffer((ctypes.c_uint8 * (self.size * count)).from_address(address), np.uint32).reshape(count, -1), address
         self.events = [checked(driver().cuEventCreate(2), 'making an event') for _ in range(count)]
 
     def keep(self, owner, runner, at):
-        "Copy what was drawn last into the next place; → (function that waits for it and gives 32 tokens, rows of them)"
+        "Copy what was drawn last into the next place; → (function that waits for it and gives 32 tokens and their scores or None, rows of them)"
+        scored, shape = owner.scores is not None, (SIZES[-1], SCORE_BYTES // 4)
         if SIMULATED:
-            tokens = runner.buffers['drawn'].read(np.int32, SIZES[-1])
-            return (lambda: tokens), at
+            tokens, scores = runner.buffers['drawn'].read(np.int32, SIZES[-1]), runner.buffers['reported'].read(np.uint32, shape) if scored else None
+            return (lambda: (tokens, scores)), at
         i, self.at = self.at, (self.at + 1) % self.count
         if self.owners[i] is not None: self.owners[i].fetch()                        # never collected: its tokens go along with it
         self.owners[i] = owner
-        checked(driver().cuMemcpyDtoHAsync(self.address + 4 * SIZES[-1] * i, runner.buffers['drawn'].address, 4 * SIZES[-1], runner.stream.handle),
-                'reading from the device')
+        place = self.address + self.size * i
+        for name, to, nbytes in (('drawn', place, 4 * SIZES[-1]), ('reported', place + 4 * SIZES[-1], SCORE_BYTES * SIZES[-1]))[:1 + scored]:
+            checked(driver().cuMemcpyDtoHAsync(to, runner.buffers[name].address, nbytes, runner.stream.handle), 'reading from the device')
         checked(driver().cuEventRecord(self.events[i], runner.stream.handle), 'recording an event')
         def read():
             checked(driver().cuEventSynchronize(self.events[i]), 'waiting for the device')
             self.owners[i] = None
-            return self.memory[i].copy()
+            words = self.memory[i]
+            return words[:SIZES[-1]].view(np.int32).copy(), words[SIZES[-1]:].reshape(shape).copy() if scored else None
         return read, at
 
     def __del__(self):
@@ -881,8 +901,8 @@ class Results:
         except Exception: pass
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #79028921
-NOTHING = np.empty(0, np.int32), np.empty(0, np.float32)
-def sample_of(token): return Sampled(int(token), np.nan, *NOTHING)
+NOTHING = np.empty(0, np.int32), np.empty(0, np.float32)      # of tokens that come without log-probabilities
+PLAIN = (False,) * 4        # what a step needs in which all take the largest
 
 def is_plain(spec):
     "Whether the largest logit is the answer, and nothing else is asked"
@@ -908,8 +928,8 @@ def mirror_tables(self: CudaRunner):
 
 # %% ../../nbs/models/05_cuda_runner.ipynb #f6738dca
 @patch
-def compute(self: CudaRunner, batch, rows, mine, fed=False, drawing=None, records=None, entries=None, masks=None):
-    """One piece. rows: of the batch; mine: which of these have outputs. → a function that gives their logits (outputs, vocab) or, with `drawing`,
+def compute(self: CudaRunner, batch, rows, mine, repeated=False, fed=False, drawing=None, records=None, entries=None, masks=None):
+    """One piece. rows: of the batch; mine: which of these have outputs, repeated: some more than one. → a function that gives their logits (outputs, vocab) or, with `drawing`,
     where they are among those drawn"""
     k, n, spare = len(rows), size_for(len(rows)), self.num_slots
     numbers = np.zeros((len(COLUMNS), SIZES[-1]), np.int32)
@@ -919,7 +939,7 @@ def compute(self: CudaRunner, batch, rows, mine, fed=False, drawing=None, record
     begins = np.r_[begins, np.arange(k, n)]
     runs = len(begins)
     run_slots[:runs], firsts[:runs], counts[:runs], run_positions[:runs] = s[begins], begins, np.diff(np.r_[begins, n]), p[begins]
-    decode, everything = runs == n, runs == n or len(mine) == k
+    decode, everything = runs == n, not repeated and (runs == n or len(mine) == k)
     picks[:len(mine)] = mine
     outputs, fed = 0 if not len(mine) else n if everything else size_for(len(mine)), fed and bool((t[:k] < 0).any())
     at = mine if everything else np.arange(len(mine))
@@ -988,7 +1008,7 @@ def kernels_of(config, kv_type, fast, num_slots, moe, matrices, names):
     for n in SIZES:
         if n <= size_for(min(num_slots, SIZES[-1])): runner.launch_rows(n, n, True, True)
         if n > 1: runner.launch_rows(n, 1, False, True)
-        runner.launch_head(n, False, (True, True, True))
+        runner.launch_head(n, False, (True,) * 4)
     return runner.stream.kernels
 
 @patch
