@@ -527,6 +527,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'sparkinfer.cuda.sampling.clear_bins': ( 'cuda/sampling.html#clear_bins',
                                                                                    'sparkinfer/cuda/sampling.py'),
                                           'sparkinfer.cuda.sampling.cut': ('cuda/sampling.html#cut', 'sparkinfer/cuda/sampling.py'),
+                                          'sparkinfer.cuda.sampling.cut_few': ('cuda/sampling.html#cut_few', 'sparkinfer/cuda/sampling.py'),
                                           'sparkinfer.cuda.sampling.draw': ('cuda/sampling.html#draw', 'sparkinfer/cuda/sampling.py'),
                                           'sparkinfer.cuda.sampling.draw_records': ( 'cuda/sampling.html#draw_records',
                                                                                      'sparkinfer/cuda/sampling.py'),

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['BLOCKS', 'best_of_parts', 'best_of_all', 'DRAW_BYTES', 'REPORT', 'ENTRY_BYTES', 'BINS', 'SCORES', 'IN_FLIGHT',
-           'DRAW_BLOCKS', 'MASS', 'penalise_kernel', 'mask_kernel', 'weigh_kernel', 'mix', 'TILE', 'gather_kernel',
-           'decide_kernel', 'feed_kernel', 'SCORE_BYTES', 'keep_kernel', 'score_kernel', 'best_of_block', 'greedy',
-           'draw_records', 'penalties_of', 'mask_rows', 'needs', 'penalised', 'adjust', 'largest_word', 'is_fit',
-           'bin_of', 'mass_of', 'steepness_of', 'filtered', 'uniform_of', 'key_of', 'noise_at_most', 'noise_of',
-           'winner_of_block', 'floor_of', 'last_bin', 'place_of', 'cut', 'clear_bins', 'log_mass', 'fill_up',
-           'sampling_bytes', 'draw', 'score', 'scores_of']
+           'DRAW_BLOCKS', 'MASS', 'penalise_kernel', 'mask_kernel', 'HALF', 'MOST_TOKENS', 'weigh_kernel', 'mix',
+           'TILE', 'gather_kernel', 'FEW', 'decide_kernel', 'feed_kernel', 'SCORE_BYTES', 'keep_kernel', 'score_kernel',
+           'best_of_block', 'greedy', 'draw_records', 'penalties_of', 'mask_rows', 'needs', 'penalised', 'adjust',
+           'largest_word', 'is_fit', 'bin_of', 'mass_of', 'steepness_of', 'filtered', 'uniform_of', 'key_of',
+           'noise_at_most', 'noise_of', 'winner_of_block', 'floor_of', 'last_bin', 'place_of', 'cut_few', 'cut',
+           'clear_bins', 'log_mass', 'fill_up', 'sampling_bytes', 'draw', 'score', 'scores_of']
 
 # %% ../../nbs/cuda/06_sampling.ipynb #6318e28e
 import math
@@ -21,6 +21,7 @@ from .graphs import Kernel
 from .moe_routing import ordered, unordered
 from .ptx import (SIMULATED, add_i64, add_u32, as_word, bits_and, bits_xor, count_up, exp2, launch_dependents, load_f32, load_f64, load_i64,
                                  load_u32, product, shift_right, store_f32, store_i64, store_u32, wait_for_previous, warp_max_word, warp_min_word)
+from ..errors import UnsupportedError
 from ..ops.sampling import GOLDEN, GREEDY_BELOW, is_greedy, mix64, noise_key
 
 # %% ../../nbs/cuda/06_sampling.ipynb #264773e6
@@ -225,31 +226,39 @@ def steepness_of(record): return np.float32(load_f64(record + 8) * 1.44269504088
 def filtered(record): return load_u32(record + 36) != 0 and (load_u32(record + 32) != 0 or load_f64(record + 16) < 1.)
 
 # %% ../../nbs/cuda/06_sampling.ipynb #f6435fbd
+HALF = (1 << 20) - 1
+MOST_TOKENS = 15 * 256 * DRAW_BLOCKS        # of a vocabulary: 3,840 a block, so that no half runs over
+
 def _weigh(logits, draws, found, masses, counts, vocabulary, parts):
     launch_dependents()
     words = cuda.shared.array(1, np.uint32)
-    mass = cuda.shared.array(BINS, np.int64)
-    count = cuda.shared.array(BINS, np.int32)
+    low = cuda.shared.array(BINS, np.uint32)
+    high = cuda.shared.array(BINS, np.uint32)
+    count = cuda.shared.array(BINS, np.uint32)
     row, part = np.int64(cuda.blockIdx.x) // DRAW_BLOCKS, np.int64(cuda.blockIdx.x) % DRAW_BLOCKS
     wait_for_previous()
     record = draws + DRAW_BYTES * row
     word = largest_word(found + 8 * parts * row, parts, words)
     if filtered(record) and is_fit(word):
         best, steepness = unordered(word), steepness_of(record)
-        for i in range(np.int64(cuda.threadIdx.x), BINS, 256): mass[i], count[i] = 0, 0
+        for i in range(np.int64(cuda.threadIdx.x), BINS, 256): low[i], high[i], count[i] = 0, 0, 0
         cuda.syncthreads()
-        for i in range(part * 256 + cuda.threadIdx.x, vocabulary, DRAW_BLOCKS * 256):
-            value = load_f32(logits + 4 * (row * vocabulary + i))
-            # what is ruled out is not counted: a mask that leaves fewer than top-k would make all others candidates
-            if value > np.float32(-np.inf):
-                at = bin_of(best, value)
-                cuda.atomic.add(mass, at, mass_of(value, best, steepness))
-                cuda.atomic.add(count, at, np.int32(1))
+        held, step = cuda.local.array(8, np.float32), DRAW_BLOCKS * 256
+        for first in range(part * 256 + cuda.threadIdx.x, vocabulary, 8 * step):
+            # eight requests, then the first use; past the end nothing
+            for j in range(8): held[j] = load_f32(logits + 4 * (row * vocabulary + min(first + j * step, np.int64(vocabulary - 1))))
+            for j in range(8):
+                # what is ruled out is not counted: a mask that leaves fewer than top-k would make all others candidates
+                if held[j] > np.float32(-np.inf) and first + j * step < vocabulary:
+                    at, mass = bin_of(best, held[j]), mass_of(held[j], best, steepness)
+                    cuda.atomic.add(low, at, np.uint32(mass & HALF))
+                    cuda.atomic.add(high, at, np.uint32(mass >> 20))
+                    cuda.atomic.add(count, at, np.uint32(1))
         cuda.syncthreads()
         for i in range(np.int64(cuda.threadIdx.x), BINS, 256):
             if count[i] > 0:
-                add_i64(masses + 8 * (BINS * row + i), mass[i])
-                add_u32(counts + 4 * (BINS * row + i), np.uint32(count[i]))
+                add_i64(masses + 8 * (BINS * row + i), (np.int64(high[i]) << 20) + np.int64(low[i]))
+                add_u32(counts + 4 * (BINS * row + i), count[i])
 
 # (logits, draws, found, masses (rows, 1024) int64, counts (rows, 1024); vocabulary, parts of found), 128 blocks of 256 threads a row
 weigh_kernel = Kernel(_weigh, *[types.int64] * 5, types.int32, types.int32, name='weigh')
@@ -328,7 +337,7 @@ def last_bin(masses, counts, top_k, top_p, sums_mass, sums_count, before, goals,
     return found
 
 # %% ../../nbs/cuda/06_sampling.ipynb #4954f57c
-TILE = 2048         # tokens of a block that may enter the list at a time
+TILE = 2048         # tokens of a block that may enter the list at a time: eight a thread
 
 def _gather(logits, draws, found, masses, counts, listed, length, vocabulary, parts):
     launch_dependents()
@@ -338,7 +347,7 @@ def _gather(logits, draws, found, masses, counts, listed, length, vocabulary, pa
     before = cuda.shared.array(2, np.int64)
     goals = cuda.shared.array(1, np.float64)
     where = cuda.shared.array(2, np.int32)
-    mine = cuda.shared.array(TILE, np.int32)
+    mine, held = cuda.shared.array(TILE, np.int32), cuda.local.array(8, np.float32)
     scores = cuda.shared.array(256, np.float64)
     thread, row, part = np.int64(cuda.threadIdx.x), np.int64(cuda.blockIdx.x) // DRAW_BLOCKS, np.int64(cuda.blockIdx.x) % DRAW_BLOCKS
     wait_for_previous()
@@ -352,11 +361,10 @@ def _gather(logits, draws, found, masses, counts, listed, length, vocabulary, pa
             for begin in range(0, vocabulary, DRAW_BLOCKS * TILE):
                 if thread == 0: where[0] = 0
                 cuda.syncthreads()
-                for j in range(TILE // 256):
+                for j in range(8): held[j] = load_f32(source + 4 * min(begin + (j * DRAW_BLOCKS + part) * 256 + thread, np.int64(vocabulary - 1)))
+                for j in range(8):
                     i = begin + (j * DRAW_BLOCKS + part) * 256 + thread
-                    if i < vocabulary:
-                        value = load_f32(source + 4 * i)
-                        if value > np.float32(-np.inf) and bin_of(best, value) <= last: mine[cuda.atomic.add(where, 0, 1)] = np.int32(i)
+                    if i < vocabulary and held[j] > np.float32(-np.inf) and bin_of(best, held[j]) <= last: mine[cuda.atomic.add(where, 0, 1)] = np.int32(i)
                 cuda.syncthreads()
                 many = np.int64(where[0])
                 if thread == 0 and many > 0: where[1] = np.int32(count_up(length + 4 * row, np.uint32(many)))
@@ -381,6 +389,32 @@ gather_kernel = Kernel(_gather, *[types.int64] * 7, types.int32, types.int32, na
 def place_of(value, token):
     "Smaller comes first: falling value (−0 is 0), then rising id"
     return np.uint64(bits_xor(ordered(value + np.float32(0)), np.uint32(0xffffffff))) << np.uint64(32) | np.uint64(token)
+
+# %% ../../nbs/cuda/06_sampling.ipynb #9488dca2
+FEW = 512           # tokens of a list that is short
+
+@cuda.jit(device=True)
+def cut_few(source, target, many, limit, by_mass, goal, best, steepness, places, weights, where):
+    """What `cut` gives, of at most FEW tokens. places, weights: FEW uint64 and int64 of shared memory, where: 1"""
+    thread = np.int64(cuda.threadIdx.x)
+    for j in range(thread, many, np.int64(cuda.blockDim.x)):
+        token = np.int64(load_u32(target + 4 * j))
+        value = load_f32(source + 4 * token)
+        places[j] = place_of(value, token)
+        weights[j] = 0 if places[j] > limit else mass_of(value, best, steepness) if by_mass else np.int64(1)
+    cuda.syncthreads()
+    for j in range(thread, many, np.int64(cuda.blockDim.x)):
+        mine, before, total = places[j], np.int64(0), np.int64(0)
+        for i in range(np.uint64(many)):                                             # unsigned: an index that needs not be turned around
+            weight = weights[i]
+            total += weight
+            if places[i] < mine: before += weight
+        aim = min(goal, np.float64(total))                                           # a goal that rounding put out of reach is the last token
+        if np.float64(before) < aim and np.float64(before + weights[j]) >= aim: where[0] = j
+    cuda.syncthreads()
+    place = places[where[0]]
+    cuda.syncthreads()                                                               # everybody has read it
+    return place
 
 # %% ../../nbs/cuda/06_sampling.ipynb #8cd44ad8
 @cuda.jit(device=True)
@@ -429,7 +463,8 @@ def clear_bins(masses, counts):
 def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners, last, vocabulary, parts):
     launch_dependents()
     words = cuda.shared.array(1, np.uint32)
-    mass = cuda.shared.array(256, np.int64)
+    weights = cuda.shared.array(FEW, np.int64)
+    places = cuda.shared.array(FEW, np.uint64)
     sums = cuda.shared.array(32, np.int64)
     where = cuda.shared.array(2, np.int64)
     scores = cuda.shared.array(256, np.float64)
@@ -444,7 +479,11 @@ def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners,
         key, slope, floor, steepness, top_k, top_p = (key_of(record), load_f64(record + 8), floor_of(record, best), steepness_of(record),
                                                       np.int64(load_u32(record + 32)), load_f64(record + 16))
         limit, top = np.uint64(0xffffffffffffffff), np.float64(0)
-        if 0 < top_k < vocabulary: limit = cut(source, target, many, limit, False, np.float64(top_k), best, steepness, mass, sums, where)
+        few = many <= FEW
+        if 0 < top_k < vocabulary:
+            goal = np.float64(top_k)
+            if few: limit = cut_few(source, target, many, limit, False, goal, best, steepness, places, weights, where)
+            else: limit = cut(source, target, many, limit, False, goal, best, steepness, weights, sums, where)
         if top_p < 1.:
             if thread == 0: where[0] = 0
             cuda.syncthreads()
@@ -460,7 +499,8 @@ def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners,
             cuda.syncthreads()
             goal = top_p * np.float64(where[0])
             cuda.syncthreads()
-            limit = cut(source, target, many, limit, True, goal, best, steepness, mass, sums, where)
+            if few: limit = cut_few(source, target, many, limit, True, goal, best, steepness, places, weights, where)
+            else: limit = cut(source, target, many, limit, True, goal, best, steepness, weights, sums, where)
         for j in range(thread, many, 256):
             number = np.int64(load_u32(target + 4 * j))
             value = load_f32(source + 4 * number)
@@ -533,10 +573,10 @@ def fill_up(source, out, kept, wanted, vocabulary):
 def _score(logits, reports, found, masses, counts, listed, length, drawn, scores, vocabulary, parts):
     launch_dependents()
     words = cuda.shared.array(1, np.uint32)
-    mass = cuda.shared.array(256, np.int64)
+    weights = cuda.shared.array(FEW, np.int64)
+    places = cuda.shared.array(FEW, np.uint64)
     sums = cuda.shared.array(32, np.int64)
     where = cuda.shared.array(2, np.int64)
-    places = cuda.shared.array(SCORES, np.uint64)
     thread, row = np.int64(cuda.threadIdx.x), np.int64(cuda.blockIdx.x)
     wait_for_previous()
     record, source, target, out = reports + DRAW_BYTES * row, logits + 4 * row * vocabulary, listed + 4 * row * vocabulary, scores + SCORE_BYTES * row
@@ -545,7 +585,9 @@ def _score(logits, reports, found, masses, counts, listed, length, drawn, scores
         best, many, wanted = unordered(word), np.int64(load_u32(length + 4 * row)), min(np.int64(load_u32(record + 40)), vocabulary)
         shift, kept = np.float64(best) + log_mass(masses + 8 * BINS * row, where), min(wanted, many)
         if kept > 0:
-            limit = cut(source, target, many, np.uint64(0xffffffffffffffff), False, np.float64(kept), best, steepness_of(record), mass, sums, where)
+            end, goal, steepness = np.uint64(0xffffffffffffffff), np.float64(kept), steepness_of(record)
+            if many <= FEW: limit = cut_few(source, target, many, end, False, goal, best, steepness, places, weights, where)
+            else: limit = cut(source, target, many, end, False, goal, best, steepness, weights, sums, where)
             if thread == 0: where[0] = 0
             cuda.syncthreads()
             for j in range(thread, many, 256):
@@ -569,7 +611,8 @@ score_kernel = Kernel(_score, *[types.int64] * 9, types.int32, types.int32, name
 
 # %% ../../nbs/cuda/06_sampling.ipynb #e3661a36
 def sampling_bytes(rows, vocabulary):
-    "Sizes of what a draw of `rows` rows works in; all of it starts as zeros"
+    "Sizes of what a draw of `rows` rows works in; all of it starts as zeros. Raises UnsupportedError for a vocabulary of more than MOST_TOKENS"
+    if vocabulary > MOST_TOKENS: raise UnsupportedError(f'a vocabulary of {vocabulary:,} tokens: a draw on the GPU knows {MOST_TOKENS:,} at most. Take --device cpu')
     return dict(draws=rows * DRAW_BYTES, masks=4 * rows * -(-vocabulary // 32), masses=8 * BINS * rows, counts=4 * BINS * rows, listed=4 * rows * vocabulary,
                 length=4 * rows, drawn=4 * rows, reported=SCORE_BYTES * rows)
 
