@@ -8,8 +8,8 @@ __all__ = ['BLOCKS', 'best_of_parts', 'best_of_all', 'DRAW_BYTES', 'REPORT', 'EN
            'TILE', 'gather_kernel', 'FEW', 'decide_kernel', 'feed_kernel', 'SCORE_BYTES', 'keep_kernel', 'score_kernel',
            'best_of_block', 'greedy', 'draw_records', 'penalties_of', 'mask_rows', 'needs', 'penalised', 'adjust',
            'largest_word', 'is_fit', 'bin_of', 'mass_of', 'steepness_of', 'filtered', 'uniform_of', 'key_of',
-           'noise_at_most', 'noise_of', 'winner_of_block', 'floor_of', 'last_bin', 'place_of', 'cut_few', 'cut',
-           'clear_bins', 'log_mass', 'fill_up', 'sampling_bytes', 'draw', 'score', 'scores_of']
+           'noise_at_most', 'noise_of', 'winner_of_block', 'floor_of', 'last_bin', 'place_of', 'load_few', 'cut_few',
+           'value_at', 'cut', 'clear_bins', 'total_mass', 'fill_up', 'sampling_bytes', 'draw', 'score', 'scores_of']
 
 # %% ../../nbs/cuda/06_sampling.ipynb #6318e28e
 import math
@@ -304,13 +304,18 @@ def floor_of(record, best): return max(np.float64(best) * load_f64(record + 8) +
 # %% ../../nbs/cuda/06_sampling.ipynb #e4848e0a
 @cuda.jit(device=True)
 def last_bin(masses, counts, top_k, top_p, sums_mass, sums_count, before, goals, where):
-    """The bin in which `top_k` tokens are reached, or without it the mass of top-p; all threads of a block of 256 call it. sums: 32 numbers of shared
+    """The bin in which `top_k` tokens are reached, or without it the mass of top-p; all threads of a block of 256 call it. sums: 256 numbers of shared
     memory each, before: 2, goals and where: 1"""
-    thread = np.int64(cuda.threadIdx.x)
+    thread, m, c = np.int64(cuda.threadIdx.x), cuda.local.array(4, np.int64), cuda.local.array(4, np.int32)
+    for i in range(4): m[i] = load_i64(masses + 8 * (4 * thread + i))
+    for i in range(4): c[i] = np.int32(load_u32(counts + 4 * (4 * thread + i)))
+    sums_mass[thread], sums_count[thread] = m[0] + m[1] + m[2] + m[3], np.int32(c[0] + c[1] + c[2] + c[3])
+    cuda.syncthreads()
+    mass, count = np.int64(0), np.int32(0)
     if thread < 32:
-        mass, count = np.int64(0), np.int32(0)
-        for i in range(32): mass, count = mass + load_i64(masses + 8 * (32 * thread + i)), np.int32(count + np.int32(load_u32(counts + 4 * (32 * thread + i))))
-        sums_mass[thread], sums_count[thread] = mass, count
+        for i in range(8): mass, count = mass + sums_mass[8 * thread + i], np.int32(count + sums_count[8 * thread + i])
+    cuda.syncthreads()
+    if thread < 32: sums_mass[thread], sums_count[thread] = mass, count
     cuda.syncthreads()
     if thread == 0:
         total = np.int64(0)
@@ -324,7 +329,8 @@ def last_bin(masses, counts, top_k, top_p, sums_mass, sums_count, before, goals,
     first = np.int64(where[0]) * 32
     goal = goals[0]
     cuda.syncthreads()
-    if thread < 32: sums_mass[thread], sums_count[thread] = load_i64(masses + 8 * (first + thread)), np.int32(load_u32(counts + 4 * (first + thread)))
+    if thread >> 3 == first >> 5:
+        for i in range(4): sums_mass[4 * (thread & 7) + i], sums_count[4 * (thread & 7) + i] = m[i], c[i]
     cuda.syncthreads()
     if thread == 0:
         mass, count, at = before[0], np.int32(before[1]), np.int64(0)
@@ -342,8 +348,8 @@ TILE = 2048         # tokens of a block that may enter the list at a time: eight
 def _gather(logits, draws, found, masses, counts, listed, length, vocabulary, parts):
     launch_dependents()
     words = cuda.shared.array(1, np.uint32)
-    sums_mass = cuda.shared.array(32, np.int64)
-    sums_count = cuda.shared.array(32, np.int32)
+    sums_mass = cuda.shared.array(256, np.int64)
+    sums_count = cuda.shared.array(256, np.int32)
     before = cuda.shared.array(2, np.int64)
     goals = cuda.shared.array(1, np.float64)
     where = cuda.shared.array(2, np.int32)
@@ -373,11 +379,14 @@ def _gather(logits, draws, found, masses, counts, listed, length, vocabulary, pa
                 cuda.syncthreads()
         else:
             key, slope, floor, top, token = key_of(record), load_f64(record + 8), floor_of(record, best), np.float64(0), np.int32(-1)
-            for i in range(part * 256 + thread, vocabulary, DRAW_BLOCKS * 256):
-                score, uniform = np.float64(load_f32(source + 4 * i)) * slope, uniform_of(key, i)
-                if score >= floor and (token < 0 or score + noise_at_most(uniform) >= top):
-                    score += noise_of(uniform)
-                    if token < 0 or score > top: top, token = score, np.int32(i)
+            for begin in range(part * 256 + thread, vocabulary, DRAW_BLOCKS * TILE):
+                for j in range(8): held[j] = load_f32(source + 4 * min(begin + j * DRAW_BLOCKS * 256, np.int64(vocabulary - 1)))
+                for j in range(8):
+                    i = begin + j * DRAW_BLOCKS * 256
+                    score, uniform = np.float64(held[j]) * slope, uniform_of(key, i)
+                    if i < vocabulary and score >= floor and (token < 0 or score + noise_at_most(uniform) >= top):
+                        score += noise_of(uniform)
+                        if token < 0 or score > top: top, token = score, np.int32(i)
             token = winner_of_block(top, token, scores, mine)
             if thread == 0 and token >= 0: store_u32(target + 4 * np.int64(count_up(length + 4 * row, np.uint32(1))), np.uint32(token))
 
@@ -394,27 +403,33 @@ def place_of(value, token):
 FEW = 512           # tokens of a list that is short
 
 @cuda.jit(device=True)
-def cut_few(source, target, many, limit, by_mass, goal, best, steepness, places, weights, where):
-    """What `cut` gives, of at most FEW tokens. places, weights: FEW uint64 and int64 of shared memory, where: 1"""
-    thread = np.int64(cuda.threadIdx.x)
-    for j in range(thread, many, np.int64(cuda.blockDim.x)):
+def load_few(source, target, many, best, steepness, places, weights):
+    "Place and mass of each token of a short list into shared memory; places, weights: FEW uint64 and int64"
+    for j in range(np.int64(cuda.threadIdx.x), many, 256):
         token = np.int64(load_u32(target + 4 * j))
         value = load_f32(source + 4 * token)
-        places[j] = place_of(value, token)
-        weights[j] = 0 if places[j] > limit else mass_of(value, best, steepness) if by_mass else np.int64(1)
+        places[j], weights[j] = place_of(value, token), mass_of(value, best, steepness)
     cuda.syncthreads()
-    for j in range(thread, many, np.int64(cuda.blockDim.x)):
-        mine, before, total = places[j], np.int64(0), np.int64(0)
+
+@cuda.jit(device=True)
+def cut_few(many, limit, by_mass, goal, share, places, weights, where):
+    """What `cut` gives of a list that `load_few` has brought. share: of the mass up to `limit`, if the goal is not 0 but that; where: 1 number of shared
+    memory"""
+    for j in range(np.int64(cuda.threadIdx.x), many, 256):
+        mine, before, total, own = places[j], np.int64(0), np.int64(0), weights[j] if by_mass else np.int64(1)
         for i in range(np.uint64(many)):                                             # unsigned: an index that needs not be turned around
-            weight = weights[i]
-            total += weight
-            if places[i] < mine: before += weight
-        aim = min(goal, np.float64(total))                                           # a goal that rounding put out of reach is the last token
-        if np.float64(before) < aim and np.float64(before + weights[j]) >= aim: where[0] = j
+            place, weight = places[i], weights[i] if by_mass else np.int64(1)
+            if place <= limit: total += weight
+            if place < mine: before += weight
+        aim = min(goal, np.float64(total)) if goal > 0. else share * np.float64(total)           # a goal that rounding put out of reach is the last token
+        if mine <= limit and np.float64(before) < aim and np.float64(before + own) >= aim: where[0] = j
     cuda.syncthreads()
     place = places[where[0]]
     cuda.syncthreads()                                                               # everybody has read it
     return place
+
+@cuda.jit(device=True)
+def value_at(place): return unordered(bits_xor(np.uint32(place >> np.uint64(32)), np.uint32(0xffffffff)))
 
 # %% ../../nbs/cuda/06_sampling.ipynb #8cd44ad8
 @cuda.jit(device=True)
@@ -460,6 +475,26 @@ def clear_bins(masses, counts):
         store_i64(masses + 8 * i, 0)
         store_u32(counts + 4 * i, np.uint32(0))
 
+@cuda.jit(device=True)
+def total_mass(source, target, many, limit, counted, best, steepness, masses, where):
+    "Of the listed tokens up to `limit`, if some were counted off, or of all bins; where: 1 int64 of shared memory"
+    thread, total = np.int64(cuda.threadIdx.x), np.int64(0)
+    if thread == 0: where[0] = 0
+    cuda.syncthreads()
+    if counted:
+        for j in range(thread, many, 256):
+            number = np.int64(load_u32(target + 4 * j))
+            value = load_f32(source + 4 * number)
+            if place_of(value, number) <= limit: total += mass_of(value, best, steepness)
+    else:
+        for j in range(thread, BINS, 256): total += load_i64(masses + 8 * j)
+    cuda.atomic.add(where, 0, total)
+    cuda.syncthreads()
+    total = where[0]
+    cuda.syncthreads()                                                               # everybody has read it
+    return np.float64(total)
+
+# %% ../../nbs/cuda/06_sampling.ipynb #66dc7289
 def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners, last, vocabulary, parts):
     launch_dependents()
     words = cuda.shared.array(1, np.uint32)
@@ -478,34 +513,24 @@ def _decide(logits, draws, found, masses, counts, listed, length, drawn, owners,
     if fit and load_u32(record + 36) != 0:
         key, slope, floor, steepness, top_k, top_p = (key_of(record), load_f64(record + 8), floor_of(record, best), steepness_of(record),
                                                       np.int64(load_u32(record + 32)), load_f64(record + 16))
-        limit, top = np.uint64(0xffffffffffffffff), np.float64(0)
-        few = many <= FEW
-        if 0 < top_k < vocabulary:
-            goal = np.float64(top_k)
-            if few: limit = cut_few(source, target, many, limit, False, goal, best, steepness, places, weights, where)
+        limit, top, few, counted, goal = np.uint64(0xffffffffffffffff), np.float64(0), many <= FEW, 0 < top_k < vocabulary, np.float64(top_k)
+        if few: load_few(source, target, many, best, steepness, places, weights)
+        if counted:
+            if few: limit = cut_few(many, limit, False, goal, 0., places, weights, where)
             else: limit = cut(source, target, many, limit, False, goal, best, steepness, weights, sums, where)
         if top_p < 1.:
-            if thread == 0: where[0] = 0
-            cuda.syncthreads()
-            total = np.int64(0)
-            if 0 < top_k < vocabulary:
-                for j in range(thread, many, 256):
-                    number = np.int64(load_u32(target + 4 * j))
-                    value = load_f32(source + 4 * number)
-                    if place_of(value, number) <= limit: total += mass_of(value, best, steepness)
-            else:
-                for j in range(thread, BINS, 256): total += load_i64(masses + 8 * (BINS * row + j))
-            cuda.atomic.add(where, 0, total)
-            cuda.syncthreads()
-            goal = top_p * np.float64(where[0])
-            cuda.syncthreads()
-            if few: limit = cut_few(source, target, many, limit, True, goal, best, steepness, places, weights, where)
+            goal = 0.
+            if not (few and counted): goal = top_p * total_mass(source, target, many, limit, counted, best, steepness, masses + 8 * BINS * row, where)
+            if few: limit = cut_few(many, limit, True, goal, top_p, places, weights, where)
             else: limit = cut(source, target, many, limit, True, goal, best, steepness, weights, sums, where)
         for j in range(thread, many, 256):
-            number = np.int64(load_u32(target + 4 * j))
-            value = load_f32(source + 4 * number)
-            score = np.float64(value) * slope
-            if score >= floor and (place_of(value, number) <= limit):
+            if few: place = places[j]
+            else:
+                number = np.int64(load_u32(target + 4 * j))
+                place = place_of(load_f32(source + 4 * number), number)
+            number = np.int64(place & np.uint64(0xffffffff))
+            score = np.float64(value_at(place)) * slope
+            if score >= floor and place <= limit:
                 score += noise_of(uniform_of(key, number))
                 if token < 0 or score > top or score == top and number < token: top, token = score, np.int32(number)
         token = winner_of_block(top, token, scores, tokens)
@@ -548,19 +573,6 @@ keep_kernel = Kernel(_keep, types.int64, types.int64, types.int32, name='keep')
 
 # %% ../../nbs/cuda/06_sampling.ipynb #3a0f4896
 @cuda.jit(device=True)
-def log_mass(masses, sums):
-    "ln of the sum of a row's masses, as a share of the largest token's; sums: 1 int64 of shared memory"
-    if cuda.threadIdx.x == 0: sums[0] = 0
-    cuda.syncthreads()
-    total = np.int64(0)
-    for i in range(np.int64(cuda.threadIdx.x), BINS, 256): total += load_i64(masses + 8 * i)
-    cuda.atomic.add(sums, 0, total)
-    cuda.syncthreads()
-    total = sums[0]
-    cuda.syncthreads()                                                               # everybody has read it
-    return math.log(np.float64(total) * 2.0**-40)
-
-@cuda.jit(device=True)
 def fill_up(source, out, kept, wanted, vocabulary):
     "Lines `kept` to `wanted` of a report: tokens at −∞, by rising id"
     for i in range(vocabulary):
@@ -575,6 +587,7 @@ def _score(logits, reports, found, masses, counts, listed, length, drawn, scores
     words = cuda.shared.array(1, np.uint32)
     weights = cuda.shared.array(FEW, np.int64)
     places = cuda.shared.array(FEW, np.uint64)
+    best_places = cuda.shared.array(SCORES, np.uint64)
     sums = cuda.shared.array(32, np.int64)
     where = cuda.shared.array(2, np.int64)
     thread, row = np.int64(cuda.threadIdx.x), np.int64(cuda.blockIdx.x)
@@ -583,23 +596,25 @@ def _score(logits, reports, found, masses, counts, listed, length, drawn, scores
     word, token = largest_word(found + 8 * parts * row, parts, words), np.int64(np.int32(load_u32(drawn + 4 * row)))
     if load_u32(record + 36) != 0 and token >= 0 and is_fit(word):
         best, many, wanted = unordered(word), np.int64(load_u32(length + 4 * row)), min(np.int64(load_u32(record + 40)), vocabulary)
-        shift, kept = np.float64(best) + log_mass(masses + 8 * BINS * row, where), min(wanted, many)
+        end, steepness, kept = np.uint64(0xffffffffffffffff), steepness_of(record), min(wanted, many)
+        shift = np.float64(best) + math.log(total_mass(source, target, many, end, False, best, steepness, masses + 8 * BINS * row, where) * 2.0**-40)
         if kept > 0:
-            end, goal, steepness = np.uint64(0xffffffffffffffff), np.float64(kept), steepness_of(record)
-            if many <= FEW: limit = cut_few(source, target, many, end, False, goal, best, steepness, places, weights, where)
-            else: limit = cut(source, target, many, end, False, goal, best, steepness, weights, sums, where)
+            if many <= FEW:
+                load_few(source, target, many, best, steepness, places, weights)
+                limit = cut_few(many, end, False, np.float64(kept), 0., places, weights, where)
+            else: limit = cut(source, target, many, end, False, np.float64(kept), best, steepness, weights, sums, where)
             if thread == 0: where[0] = 0
             cuda.syncthreads()
             for j in range(thread, many, 256):
                 number = np.int64(load_u32(target + 4 * j))
                 place = place_of(load_f32(source + 4 * number), number)
-                if place <= limit: places[cuda.atomic.add(where, 0, 1)] = place
+                if place <= limit: best_places[cuda.atomic.add(where, 0, 1)] = place
             cuda.syncthreads()
             if thread < kept:
-                number, line = np.int64(places[thread] & np.uint64(0xffffffff)), np.int64(0)
-                for i in range(kept): line += np.int64(places[i] < places[thread])
-                store_u32(out + 4 + 4 * line, np.uint32(number))
-                store_f32(out + 4 + 4 * (SCORES + line), np.float32(np.float64(load_f32(source + 4 * number)) - shift))
+                mine, line = best_places[thread], np.int64(0)
+                for i in range(np.uint64(kept)): line += np.int64(best_places[i] < mine)
+                store_u32(out + 4 + 4 * line, np.uint32(mine & np.uint64(0xffffffff)))
+                store_f32(out + 4 + 4 * (SCORES + line), np.float32(np.float64(value_at(mine)) - shift))
         if thread == 0:
             store_f32(out, np.float32(np.float64(load_f32(source + 4 * token)) - shift))
             if kept < wanted: fill_up(source, out, kept, wanted, vocabulary)
