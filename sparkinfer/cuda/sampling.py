@@ -415,6 +415,8 @@ def load_few(source, target, many, best, steepness, places, weights):
 def cut_few(many, limit, by_mass, goal, share, places, weights, where):
     """What `cut` gives of a list that `load_few` has brought. share: of the mass up to `limit`, if the goal is not 0 but that; where: 1 number of shared
     memory"""
+    if cuda.threadIdx.x == 0: where[0] = -1
+    cuda.syncthreads()
     for j in range(np.int64(cuda.threadIdx.x), many, 256):
         mine, before, total, own = places[j], np.int64(0), np.int64(0), weights[j] if by_mass else np.int64(1)
         for i in range(np.uint64(many)):                                             # unsigned: an index that needs not be turned around
@@ -424,7 +426,7 @@ def cut_few(many, limit, by_mass, goal, share, places, weights, where):
         aim = min(goal, np.float64(total)) if goal > 0. else share * np.float64(total)           # a goal that rounding put out of reach is the last token
         if mine <= limit and np.float64(before) < aim and np.float64(before + own) >= aim: where[0] = j
     cuda.syncthreads()
-    place = places[where[0]]
+    place = places[where[0]] if where[0] >= 0 else limit
     cuda.syncthreads()                                                               # everybody has read it
     return place
 
