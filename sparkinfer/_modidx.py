@@ -167,6 +167,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'sparkinfer.cuda.check.run_check': ('cuda/check.html#run_check', 'sparkinfer/cuda/check.py'),
                                        'sparkinfer.cuda.check.side_by_side': ('cuda/check.html#side_by_side', 'sparkinfer/cuda/check.py'),
                                        'sparkinfer.cuda.check.step_seconds': ('cuda/check.html#step_seconds', 'sparkinfer/cuda/check.py'),
+                                       'sparkinfer.cuda.check.time_draws': ('cuda/check.html#time_draws', 'sparkinfer/cuda/check.py'),
                                        'sparkinfer.cuda.check.time_gemv': ('cuda/check.html#time_gemv', 'sparkinfer/cuda/check.py'),
                                        'sparkinfer.cuda.check.time_line': ('cuda/check.html#time_line', 'sparkinfer/cuda/check.py'),
                                        'sparkinfer.cuda.check.without_ties': ('cuda/check.html#without_ties', 'sparkinfer/cuda/check.py')},

@@ -57,7 +57,7 @@ class Late:
         if sampling is not None: sampling = [self.told(spec, drawn, int(batch.slots[row])) for spec, row in zip(sampling, batch.output_rows, strict=True)]
         result = super().submit(replace(batch, tokens=tokens), sampling)
         self.drawn = {}
-        if sampling is None or any(s.num_logprobs >= 0 or len(s.allowed) for s in sampling): return result
+        if sampling is None or any(s.num_logprobs > 100 for s in sampling): return result
         self.drawn = {int(batch.slots[row]): max(0, int(token)) for row, token in zip(batch.output_rows, result.tokens)}       # of this step only: an older one is known
         assert len(flying) < 2, 'more than two steps in flight'
         handle = [result]

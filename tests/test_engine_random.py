@@ -44,7 +44,7 @@ def alone(prompt, recurrent, knobs):
     engine = build(recurrent, pages=3 * CONTEXT // 16, slots=3, cache=False)
     stream = engine.submit(Request(list(prompt), params(knobs)))
     for _ in range(500): engine.step()
-    return [(tuple(c.token_ids), c.reason) for c in stream.collect()]
+    return [(tuple(c.token_ids), c.reason, c.logprobs) for c in stream.collect()]
 
 
 class Machine(RuleBasedStateMachine):
@@ -54,7 +54,7 @@ class Machine(RuleBasedStateMachine):
         self.engine, self.streams, self.faults = build(*self.options), [], 0
         self.file = Path(self.folder.name)/'cache'
 
-    @rule(stem=st.sampled_from(STEMS + TURNS), extra=st.lists(st.integers(0, 255), max_size=6), tokens=st.integers(1, 30), n=st.sampled_from([1, 1, 1, 2, 4]), seed=st.integers(0, 2), priority=st.integers(-2, 2), penalty=st.sampled_from([{}, {}, {}, *PENALTIES]))
+    @rule(stem=st.sampled_from(STEMS + TURNS), extra=st.lists(st.integers(0, 255), max_size=6), tokens=st.integers(1, 30), n=st.sampled_from([1, 1, 1, 2, 4]), seed=st.integers(0, 2), priority=st.integers(-2, 2), penalty=st.sampled_from([{}, {}, {}, *PENALTIES, dict(logprobs=2)]))
     def submit(self, stem, extra, tokens, n, seed, priority, penalty):
         prompt, knobs = (*stem, *extra), tuple(dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed, n=n, max_tokens=tokens, logit_bias=FEW if penalty else (), **penalty).items())
         if len(prompt) + tokens > self.engine.max_context: return
@@ -132,8 +132,9 @@ class Machine(RuleBasedStateMachine):
                 ids = tuple(e.token_id for e in events if e.choice == choice and hasattr(e, 'token_id'))
                 end = [e for e in events if e.choice == choice and isinstance(e, (FinishEvent, ErrorEvent))]
                 if end and isinstance(end[0], ErrorEvent): assert isinstance(end[0].error, (DeadlineExceeded, ZeroDivisionError)), end[0].error
-                elif end and end[0].reason != 'cancelled': assert (ids, end[0].reason) == want[choice], f'{ids} is not {want[choice]}'
+                elif end and end[0].reason != 'cancelled': assert (ids, end[0].reason) == want[choice][:2], f'{ids} is not {want[choice]}'
                 assert ids == want[choice][0][:len(ids)], f'{ids} does not begin {want[choice]}'
+                assert [e.logprob for e in events if e.choice == choice and getattr(e, 'logprob', None)] == want[choice][2][:len(ids)], 'log-probabilities of other tokens'
             if stream.closed: assert sum(isinstance(e, (FinishEvent, ErrorEvent)) for e in events) >= 1
 
     @invariant()

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['SCALARS', 'scalars', 'warp', 'matrix_products', 'TINY_SHAPES', 'FULL_SHAPES', 'SHAPES', 'read_all', 'MODELS',
            'VOCABULARY', 'KEY_HEADS', 'DELTA_DIM', 'HEAD_DIM', 'ROPE_DIM', 'TAPS', 'INTERVAL', 'SPREADS', 'TUNE',
-           'PARTS', 'LAUNCHES', 'CHECKS', 'check_instructions', 'check_warp', 'check_matrix_products', 'linear_spec',
-           'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages', 'check_fused',
-           'check_beside', 'check_swiglu', 'check_rows', 'without_ties', 'check_experts', 'check_jobs', 'check_pairs',
-           'check_delta', 'check_attention', 'check_runs', 'random_mask', 'random_specs', 'in_flight_specs',
-           'check_scores', 'check_in_flight', 'check_sampling', 'check_ends', 'noise', 'time_gemv', 'read_rate',
-           'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table', 'bench_step',
-           'time_line', 'compile_all', 'run_check', 'side_by_side', 'main']
+           'PARTS', 'DRAWS', 'LAUNCHES', 'CHECKS', 'check_instructions', 'check_warp', 'check_matrix_products',
+           'linear_spec', 'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages',
+           'check_fused', 'check_beside', 'check_swiglu', 'check_rows', 'without_ties', 'check_experts', 'check_jobs',
+           'check_pairs', 'check_delta', 'check_attention', 'check_runs', 'random_mask', 'random_specs',
+           'in_flight_specs', 'check_scores', 'check_in_flight', 'check_sampling', 'check_ends', 'noise', 'time_gemv',
+           'read_rate', 'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table',
+           'bench_step', 'time_line', 'time_draws', 'compile_all', 'run_check', 'side_by_side', 'main']
 
 # %% ../../nbs/cuda/90_check.ipynb #b6083cd9
 import argparse, json, sys, time
@@ -804,7 +804,8 @@ def check_sampling(rng):
     feed_kernel.launch(1, 2, tokens.address, buffers['owners'].address, buffers['last'].address)
     np.testing.assert_array_equal(tokens.read(np.int32, 2), [max(got[0], 0), 7])
     assert differ <= drawn // 50, f'{differ} of {drawn} draws differ'                # where a filter ends at a float's rounding; none is usual
-    return f'{drawn} draws of {vocabulary} tokens, {differ} differ from the spec; {reported} reported with log-probabilities; {check_in_flight(rng)} penalised rows with a token in flight'
+    return (f'{drawn} draws of {vocabulary} tokens, {differ} differ from the spec; {reported} reported with log-probabilities; '
+            f'{check_in_flight(rng)} penalised rows with a token in flight')
 
 # %% ../../nbs/cuda/90_check.ipynb #17df7d5c
 def check_ends(rng):
@@ -1300,6 +1301,32 @@ def time_line(model, rng, position=128, steps=4, save=False, **more):
     return report(f'cuda-timeline-{model.lower()}', table,
                   dict(model=model, position=position, launches=launches, host=host, card=card, **gpu_record(), **more), save)
 
+# %% ../../nbs/cuda/90_check.ipynb #35185242
+DRAWS = {'the largest': {}, 'temperature': dict(temperature=.7), 'top-k 20, top-p 0.8': dict(temperature=.7, top_k=20, top_p=.8),
+         'top-k 40, top-p 0.95': dict(temperature=.7, top_k=40, top_p=.95), 'top-p 0.9': dict(temperature=.7, top_p=.9),
+         'the largest, its logprob': dict(num_logprobs=0), 'the largest, 20 logprobs': dict(num_logprobs=20),
+         'top-k 20, top-p 0.8, 20 logprobs': dict(temperature=.7, top_k=20, top_p=.8, num_logprobs=20)}
+
+def time_draws(rng, vocabulary=248320, times=20, save=False, **more):
+    "Microseconds of a draw from logits that lie there, with the search for their largest"
+    results = []
+    for rows in (1, 32):
+        buffers = ({name: Buffer(size, fill=0) for name, size in sampling_bytes(rows, vocabulary).items()}
+                   | dict(found=Buffer(8 * BLOCKS * rows), last=Buffer(4 * rows), owners=Buffer.of(np.arange(rows, dtype=np.int32))))
+        given, at = Buffer.of(rng.normal(0, 3, (rows, vocabulary)).astype(np.float32)), lambda name: buffers[name].address
+        for what, spec in DRAWS.items():
+            specs, graph = [SampleSpec(seed=i, **spec) for i in range(rows)], Graph()
+            buffers['draws'].write(draw_records(specs)[0])
+            _, noisy, weighed, scored = needs(specs)
+            with graph.record() as stream:
+                for _ in range(times):
+                    best_of_parts.launch(rows * BLOCKS, 256, given.address, at('found'), vocabulary, stream=stream, dependent=True)
+                    draw(given.address, at('found'), BLOCKS, vocabulary, rows, at, at('owners'), at('last'), noisy, weighed, stream=stream)
+                    if scored: score(given.address, at('found'), BLOCKS, vocabulary, rows, at, stream=stream)
+            results.append(dict(rows=rows, what=what, microseconds=round(float(np.median(replay_seconds(graph))) / times * 1e6, 1)))
+    return report('cuda-sampling', text_table(['rows', 'a draw of', 'µs'], [list(map(str, r.values())) for r in results]),
+                  dict(vocabulary=vocabulary, results=results, **gpu_record(), **more), save)
+
 # %% ../../nbs/cuda/90_check.ipynb #0bd950ba
 LAUNCHES = [{}, dict(dependent=False),
             *(dict(rows_each=r, chunk=c, stage=s, block=b) for r in (1, 2) for c in (4, 8) for s in ('copy', 'direct') for b in (128, 256)),
@@ -1353,6 +1380,7 @@ def main(argv=None):
     parser.add_argument('--rows', nargs='*', type=int, default=(), help='with --step: also steps of so many sequences, and of 32 tokens of one')
     parser.add_argument('--timeline', action='store_true',
                         help='time how a step of each model of --step is launched, recorded and replayed, and keep the record')
+    parser.add_argument('--draws', action='store_true', help='time draws of every kind, and keep the record')
     parser.add_argument('--no-checks', action='store_true')
     parser.add_argument('--processes', type=int, default=1,
                         help='run so many checks at a time, each in a process of its own: most of their time goes into making kernels')
@@ -1377,6 +1405,7 @@ def main(argv=None):
         report('cuda-check', f'{len(outcomes) - failed} of {len(outcomes)} hold', dict(seed=args.seed, failed=failed, checks=outcomes, **gpu_record(), **more),
                save=not failed and args.only is None)
     if args.bench and not SIMULATED: bench_linear(np.random.default_rng(args.seed), LAUNCHES if args.sweep else ({},), save=True, **more)
+    if args.draws: time_draws(np.random.default_rng(args.seed), save=True, **more)
     for model in args.step:
         if args.timeline: time_line(model, np.random.default_rng(args.seed), save=True, **more)
         deep = 32768 if model == '35B-A3B' else 16384

@@ -132,7 +132,8 @@ def mask_rows(specs, vocabulary):
     return masks
 
 def needs(specs):
-    "Whether a row has penalties, biases or a mask; whether one is drawn with noise; whether one of those has top-k or top-p; whether one wants log-probabilities"
+    """Four answers: does a row have penalties, biases or a mask? is one drawn with noise? has one of those top-k or top-p? does one want
+    log-probabilities?"""
     adjusted, noisy = (any(s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty or len(s.bias_ids) or len(s.allowed) for s in specs),
                        [s for s in specs if not is_greedy(s)])
     return adjusted, bool(noisy), any(s.top_k > 0 or s.top_p < 1 for s in noisy), any(s.num_logprobs >= 0 for s in specs)
@@ -568,7 +569,8 @@ def _keep(logits, kept, vocabulary):
     launch_dependents()
     row, part = np.int64(cuda.blockIdx.x) // DRAW_BLOCKS, np.int64(cuda.blockIdx.x) % DRAW_BLOCKS
     wait_for_previous()
-    for i in range(row * vocabulary + part * 256 + cuda.threadIdx.x, (row + 1) * vocabulary, DRAW_BLOCKS * 256): store_u32(kept + 4 * i, load_u32(logits + 4 * i))
+    for i in range(row * vocabulary + part * 256 + cuda.threadIdx.x, (row + 1) * vocabulary, DRAW_BLOCKS * 256):
+        store_u32(kept + 4 * i, load_u32(logits + 4 * i))
 
 # (logits, kept; vocabulary), 128 blocks of 256 threads a row
 keep_kernel = Kernel(_keep, types.int64, types.int64, types.int32, name='keep')
@@ -629,7 +631,8 @@ score_kernel = Kernel(_score, *[types.int64] * 9, types.int32, types.int32, name
 # %% ../../nbs/cuda/06_sampling.ipynb #e3661a36
 def sampling_bytes(rows, vocabulary):
     "Sizes of what a draw of `rows` rows works in; all of it starts as zeros. Raises UnsupportedError for a vocabulary of more than MOST_TOKENS"
-    if vocabulary > MOST_TOKENS: raise UnsupportedError(f'a vocabulary of {vocabulary:,} tokens: a draw on the GPU knows {MOST_TOKENS:,} at most. Take --device cpu')
+    if vocabulary > MOST_TOKENS:
+        raise UnsupportedError(f'a vocabulary of {vocabulary:,} tokens: a draw on the GPU knows {MOST_TOKENS:,} at most. Take --device cpu')
     return dict(draws=rows * DRAW_BYTES, masks=4 * rows * -(-vocabulary // 32), masses=8 * BINS * rows, counts=4 * BINS * rows, listed=4 * rows * vocabulary,
                 length=4 * rows, drawn=4 * rows, reported=SCORE_BYTES * rows)
 

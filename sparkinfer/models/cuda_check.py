@@ -193,7 +193,7 @@ def check_draws(weights, ids, count=20, steps=3):
     logits = runner.submit(Batch(want[:2], runner.lengths[count:][:2], [count, count + 1], [0, 1])).logits[[0, 1, 0, 0, 1]]
     done = runner.collect(runner.submit(Batch(want[:2], runner.lengths[:2], [0, 1], [0, 1, 0, 0, 1]), several))
     np.testing.assert_array_equal(done.tokens, [sample_spec(row, s).token for row, s in zip(logits, several)])
-    for row, s, token, logprob, top in zip(logits[1:], several[1:], done.tokens[1:], done.logprobs[1:], done.top[1:]): check_scores(row, s, token, logprob, *top)
+    for row, s, *drawn_one, top in list(zip(logits, several, done.tokens, done.logprobs, done.top))[1:]: check_scores(row, s, *drawn_one, *top)
     only = [SampleSpec(temperature=1., allowed=pack_mask(np.arange(weights.config.vocab_size) == token)) for token in (7, -1, 9)]
     done = runner.collect(runner.submit(Batch(want[2:5], runner.lengths[2:5], [2, 3, 4], [0, 1, 2]), only))
     assert done.tokens[[0, 2]].tolist() == [7, 9] and isinstance(done.errors[1], SamplingError) and 'rules out every token' in str(done.errors[1]), done.errors
@@ -426,20 +426,23 @@ def bench(layers=None, shape='qwen3.6-35b-a3b', kv='f16', save=True, commit=None
 
 # %% ../../nbs/models/05_cuda_check.ipynb #566bc9cd
 def bench_draws(shape='qwen3.6-35b-a3b', layers=4, save=True, commit=None):
-    "Milliseconds of a step that waits for its tokens, at temperature .7, top-k 40 and top-p .95: with masks, with log-probabilities, and drawn on the host"
+    """Milliseconds of a step that waits for its tokens, and of one that is launched ahead, at temperature .7, top-k 40 and top-p .95: with masks, with
+    log-probabilities, and drawn on the host, which cannot be ahead"""
     from sparkinfer.cuda.check import gpu_record
     weights = noise_weights(shape, layers)
     runner, vocabulary, rows = CudaRunner().load(weights, max_context=512, num_slots=32), weights.config.vocab_size, []
     ids = np.arange(vocabulary)
     for sequences in (1, 32):
         half = dict(allowed=pack_mask(ids % 2 == 0))
-        for what, more in (('nothing else', {}), ('a mask, half allowed', half), ('a mask, ten allowed', dict(allowed=pack_mask(ids % (vocabulary // 10) == 5))),
+        for what, more in (('nothing else', {}), ('a mask, half allowed', half),
+                           ('a mask, ten allowed', dict(allowed=pack_mask(ids % (vocabulary // 10) == 5))),
                            ('its logprob', dict(num_logprobs=0)), ('and the 20 most likely', dict(num_logprobs=20)),
                            ('both, half allowed', dict(num_logprobs=20, **half)), ('drawn on the host', dict(num_logprobs=SCORES + 1))):
-            seconds = time_decode(runner, sequences, 128, temperature=.7, top_k=40, top_p=.95, **more)
-            rows.append(dict(sequences=sequences, what=what, milliseconds=round(seconds * 1e3, 3)))
+            def timed(ahead): return round(1e3 * time_decode(runner, sequences, 128, ahead=ahead, temperature=.7, top_k=40, top_p=.95, **more), 3)
+            took, ahead = timed(False), None if 'host' in what else timed(True)
+            rows.append(dict(sequences=sequences, what=what, milliseconds=took, ahead_milliseconds=ahead))
     runner.close()
-    return report('cuda-draws', text_table(['sequences', 'with', 'ms a step'], [list(map(str, r.values())) for r in rows]),
+    return report('cuda-draws', text_table(['sequences', 'with', 'ms a step', 'one step ahead'], [list(map(str, r.values())) for r in rows]),
                   dict(shape=shape, layers=layers, vocabulary=vocabulary, results=rows, **gpu_record(),
                        **(dict(measured_commit=commit) if commit else {})), save)
 

@@ -929,8 +929,8 @@ def mirror_tables(self: CudaRunner):
 # %% ../../nbs/models/05_cuda_runner.ipynb #f6738dca
 @patch
 def compute(self: CudaRunner, batch, rows, mine, repeated=False, fed=False, drawing=None, records=None, entries=None, masks=None):
-    """One piece. rows: of the batch; mine: which of these have outputs, repeated: some more than one. → a function that gives their logits (outputs, vocab) or, with `drawing`,
-    where they are among those drawn"""
+    """One piece. rows: of the batch; mine: which of these have outputs, repeated: some more than one. → a function that gives their logits (outputs,
+    vocab) or, with `drawing`, where they are among those drawn"""
     k, n, spare = len(rows), size_for(len(rows)), self.num_slots
     numbers = np.zeros((len(COLUMNS), SIZES[-1]), np.int32)
     t, p, s, run_slots, firsts, counts, run_positions, picks, owners = numbers
