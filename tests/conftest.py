@@ -8,6 +8,10 @@ import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN: signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# what somebody has set for the programs he starts by hand is not meant for those that tests start
+READ_BY_TESTS = {'SPARKINFER_CACHE', 'SPARKINFER_CPU', 'SPARKINFER_SLOW', 'SPARKINFER_BROWSER', 'SPARKINFER_TEST_DEVICE'}
+for name in [n for n in os.environ if n.startswith('SPARKINFER_') and n not in READ_BY_TESTS]: del os.environ[name]
+
 ROOT = Path(__file__).resolve().parent.parent
 # `__wrapped__`, because the plain function, called from `-c`, tests all notebooks whatever it is told
 RUN = "import sys; from nbdev.test import nbdev_test as t; t.__wrapped__(path=sys.argv[1], n_workers=0)"
