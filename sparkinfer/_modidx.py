@@ -151,6 +151,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'sparkinfer.cuda.check.check_swiglu': ('cuda/check.html#check_swiglu', 'sparkinfer/cuda/check.py'),
                                        'sparkinfer.cuda.check.check_warp': ('cuda/check.html#check_warp', 'sparkinfer/cuda/check.py'),
                                        'sparkinfer.cuda.check.compile_all': ('cuda/check.html#compile_all', 'sparkinfer/cuda/check.py'),
+                                       'sparkinfer.cuda.check.even_rows': ('cuda/check.html#even_rows', 'sparkinfer/cuda/check.py'),
                                        'sparkinfer.cuda.check.gpu_record': ('cuda/check.html#gpu_record', 'sparkinfer/cuda/check.py'),
                                        'sparkinfer.cuda.check.graph_of': ('cuda/check.html#graph_of', 'sparkinfer/cuda/check.py'),
                                        'sparkinfer.cuda.check.in_flight_specs': ( 'cuda/check.html#in_flight_specs',

@@ -9,9 +9,9 @@ __all__ = ['SCALARS', 'scalars', 'warp', 'matrix_products', 'TINY_SHAPES', 'FULL
            'linear_spec', 'random_matrix', 'check_gemv', 'check_linear', 'check_quantize', 'check_stages',
            'check_fused', 'check_beside', 'check_swiglu', 'check_rows', 'without_ties', 'check_experts', 'check_jobs',
            'check_pairs', 'check_delta', 'check_attention', 'check_runs', 'random_mask', 'random_specs',
-           'in_flight_specs', 'check_scores', 'check_in_flight', 'check_sampling', 'check_ends', 'noise', 'time_gemv',
-           'read_rate', 'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds', 'part_table',
-           'bench_step', 'time_line', 'time_draws', 'compile_all', 'run_check', 'side_by_side', 'main']
+           'in_flight_specs', 'even_rows', 'check_scores', 'check_in_flight', 'check_sampling', 'check_ends', 'noise',
+           'time_gemv', 'read_rate', 'gpu_record', 'bench_linear', 'noise_matrix', 'Walk', 'graph_of', 'step_seconds',
+           'part_table', 'bench_step', 'time_line', 'time_draws', 'compile_all', 'run_check', 'side_by_side', 'main']
 
 # %% ../../nbs/cuda/90_check.ipynb #b6083cd9
 import argparse, json, sys, time
@@ -723,6 +723,16 @@ def in_flight_specs(rng, count, vocabulary):
         out.append((true if known else replace(true, history_ids=np.r_[true.history_ids[:-1], np.int32(-1)]), true, newest))
     return out
 
+def even_rows(rng, logits, specs, first):
+    """From row `first` on, rows in which it shows if a filter ends a token early or late: those at its end are as likely as all others. Every second row
+    has 50 of them, a list that is counted; the others are all such, a list that is searched"""
+    kinds, shift = (dict(top_k=2), dict(top_k=4, top_p=.45), dict(top_p=.5), dict(top_k=600, top_p=.5, num_logprobs=100)), int(rng.integers(4))
+    for i in range(first, len(logits) - 1):
+        kind, few = kinds[((i - first) // 2 + shift) % 4], (i - first) % 2 == 0
+        logits[i] = rng.normal(0, .001, logits.shape[1])
+        if few: logits[i, rng.choice(logits.shape[1], 50, False)] += 12
+        specs[i] = SampleSpec(temperature=1., seed=int(rng.integers(1 << 62)), **kind)
+
 def check_scores(logits, spec, token, logprob, ids, logprobs):
     "What was reported with `token`, which was drawn from the row `logits`, against a softmax in float64 and a sort"
     exact, n = log_softmax(logits), min(max(spec.num_logprobs, 0), len(logits))
@@ -752,7 +762,7 @@ def check_in_flight(rng):
 def check_sampling(rng):
     """Every setting against `sample_spec`, token by token, with equal logits, banned tokens, and rows that cannot be drawn from; twice, since the
     second draw finds what the first left"""
-    rows, vocabulary, rounds = (2, 600, 1) if SIMULATED else (32, 248320, 3)
+    rows, vocabulary, rounds = (5, 600, 1) if SIMULATED else (32, 300000, 3)         # 300,000: each block goes over its part twice
     buffers = ({name: Buffer(size, fill=0) for name, size in sampling_bytes(rows, vocabulary).items()}
                | dict(found=Buffer(8 * BLOCKS * rows), last=Buffer(4 * rows, fill=0), owners=Buffer.of(np.arange(rows, dtype=np.int32)[::-1].copy())))
     differ, drawn, reported = 0, 0, 0
@@ -760,7 +770,8 @@ def check_sampling(rng):
         logits, specs = (rng.normal(0, 3, (rows, vocabulary)) + 4 * rng.exponential(1, (rows, 1))).astype(np.float32), random_specs(rng, rows, vocabulary)
         logits[:, 100:110] = logits.max(1, keepdims=True)                            # ten that are equal, the largest
         if rows > 4: logits[3, 5], logits[4], logits[2, ::2] = np.nan, -np.inf, np.round(logits[2, ::2])
-        if turn == 1: specs = [SampleSpec(temperature=1., seed=i) for i in range(rows)]
+        even_rows(rng, logits, specs, 2 if SIMULATED else rows - 13)
+        if turn == 1: specs[:10] = [SampleSpec(temperature=1., seed=i) for i in range(10)][:rows]
         nothing = pack_mask(np.zeros(vocabulary, bool))
         # a NaN that is not allowed is one all the same
         if turn == 2: specs[3], specs[5] = (SampleSpec(temperature=1., allowed=mask) for mask in (pack_mask(np.arange(vocabulary) != 5), nothing))

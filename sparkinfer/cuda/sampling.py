@@ -98,7 +98,7 @@ def draw_records(specs):
         record[:8].view(np.uint64)[0] = np.uint64(noise_key(*(np.uint64(int(v) & mask) for v in (spec.seed, spec.choice, spec.step))))
         record[8:32].view(np.float64)[:] = 1 if greedy else 1 / spec.temperature, spec.top_p, math.log(spec.min_p) if spec.min_p > 0 else -math.inf
         rows = penalties_of(spec)
-        record[32:48].view(np.int32)[:] = max(spec.top_k, 0), 0 if greedy else 1, at, len(rows)
+        record[32:48].view(np.int32)[:] = min(max(spec.top_k, 0), 2**31 - 1), 0 if greedy else 1, at, len(rows)
         record[48:60].view(np.float32)[:] = spec.repetition_penalty, spec.presence_penalty, spec.frequency_penalty
         if len(spec.allowed): record[60:64].view(np.uint32)[0] = masks = masks + 1
         if spec.num_logprobs >= 0:

@@ -155,7 +155,7 @@ def check_company(weights, ids, kv='f16', steps=6, limit=1e-3, count=32):
 
 # %% ../../nbs/models/05_cuda_check.ipynb #3d3f549b
 def check_faults(weights, ids):
-    "A row with NaN fails alone; a row asked for twice; sampling on the host"
+    "A row with NaN fails alone; a row asked for twice, of which one wants log-probabilities"
     broken = dict(weights.table)
     values = weights['embed'].dequantize().copy()
     values[int(ids[0])] = np.nan
@@ -176,7 +176,9 @@ def check_draws(weights, ids, count=20, steps=3):
     from sparkinfer.cuda.check import check_scores, random_specs
     runner, rng, drawn = CudaRunner().load(weights, max_context=64, num_slots=2 * count), np.random.default_rng(3), 0
     prompts = [np.roll(ids, -3 * i)[:1 + i % 11].astype(np.int32) for i in range(count)]
-    batches = [Batch.join([Batch.of(p, slot=half * count + i) for i, p in enumerate(prompts)]) for half in range(2)]
+    # the card has rows by slot: other places than those in the batch
+    slots = np.arange(count)[::-1]
+    batches = [Batch.join([Batch.of(p, slot=half * count + s) for p, s in zip(prompts, slots)]) for half in range(2)]
     for turn in range(steps):
         specs = random_specs(rng, count, weights.config.vocab_size)
         if turn == 1: specs[4] = replace(specs[4], num_logprobs=SCORES + 1)          # that is for the host, and so all of the step
@@ -188,7 +190,8 @@ def check_draws(weights, ids, count=20, steps=3):
             if spec.num_logprobs >= 0: check_scores(row, spec, token, logprob, *top)
             else: assert np.isnan(logprob) and not len(top[0])
         drawn += count
-        batches = [Batch(want, runner.lengths[half * count:][:count], half * count + np.arange(count), np.arange(count)) for half in range(2)]
+        batches = [Batch(want, runner.lengths[half * count + slots], half * count + slots, np.arange(count)) for half in range(2)]
+    want = want[np.argsort(slots)]                                                   # of each slot
     several = [SampleSpec(temperature=1., seed=s, num_logprobs=s) for s in range(-1, 4)]                # one row, several answers, not in the order of the rows
     logits = runner.submit(Batch(want[:2], runner.lengths[count:][:2], [count, count + 1], [0, 1])).logits[[0, 1, 0, 0, 1]]
     done = runner.collect(runner.submit(Batch(want[:2], runner.lengths[:2], [0, 1], [0, 1, 0, 0, 1]), several))
@@ -231,21 +234,29 @@ def check_ahead(weights, ids, count=5, rounds=10, steps=100):
              dict(temperature=1., presence_penalty=1.5, repetition_penalty=1.2, **few), dict(frequency_penalty=1., **few))
     def spec(i, step, said):
         history = dict(history_ids=np.r_[prompts[i], said].astype(np.int32), prompt_length=len(prompts[i])) if i > 2 else {}
-        return SampleSpec(**kinds[i], **history, seed=i, step=step, num_logprobs={5: SCORES + 1, 7: 3}.get(step % 9, -1) if i == 0 else -1)
+        return SampleSpec(**kinds[i], **history, seed=i, step=step, num_logprobs={5: SCORES + 1, 7: 3, 8: 2}.get(step % 9, -1) if i == 0 else -1)
     def answers(first, ahead):
-        slots, found, waiting = first + np.arange(count), [], None
-        handle = runner.submit(Batch.join([Batch.of(p, slot=first + i) for i, p in enumerate(prompts)]), [spec(i, 0, ()) for i in range(count)])
+        slots, found, scores = first + np.arange(count)[::-1], [], []
+        def take(handle):
+            done = runner.collect(handle)
+            scores.append((done.logprobs[0], *done.top[0]))                          # of the one that asks for them, now and then
+            return done.tokens
+        handle = runner.submit(Batch.join([Batch.of(p, slot=s) for s, p in zip(slots, prompts)]), [spec(i, 0, ()) for i in range(count)])
         for step in range(1, steps):
             tokens = np.full(count, -1) if ahead and not isinstance(handle, StepResult) else runner.collect(handle).tokens
             said = np.array([*found, tokens]).T
             following = runner.submit(Batch(tokens, runner.lengths[slots], slots, np.arange(count)), [spec(i, step, said[i]) for i in range(count)])
-            found.append(runner.collect(handle).tokens)
+            found.append(take(handle))
             handle = following
-        return np.array([*found, runner.collect(handle).tokens])
-    want, free = answers(0, False), []
+        return np.array([*found, take(handle)]), scores
+    (want, scores), free = answers(0, False), []
+    assert sum(np.isfinite(s[0]) for s in scores) > steps // 6 and max(len(s[1]) for s in scores) > 3
     for turn in range(rounds):
         for slot in range(count): runner.reset(count + slot)
-        np.testing.assert_array_equal(answers(count, True), want)
+        got, reported = answers(count, True)
+        np.testing.assert_array_equal(got, want)
+        for a, b in zip(reported, scores):
+            for one, other in zip(a, b): np.testing.assert_array_equal(one, other)
         if not SIMULATED: free.append(device_free())
     # other processes may take and give meanwhile; a leak would show in every round
     assert not free or (np.diff(free) < 0).sum() < len(free) / 2, f'free memory drifts, or another process takes some: {free}'
@@ -568,12 +579,9 @@ def simulate(kv='f32', limit=1e-4):
         errors.append(worst(runner.submit(batch).logits, spec.submit(batch).logits))
         errors.append(worst(runner.hidden, spec.hidden))
     # two draws from one row, of which the second wants to know how likely the model thought what it was allowed, and another row that allows nothing
-    five, batch = SampleSpec(temperature=1., allowed=np.uint32([1 << 5])), Batch([1, 2], [2, 3], [0, 1], [0, 1, 0])
+    five, batch = SampleSpec(temperature=1., allowed=np.uint32([1 << 5])), Batch([2, 1], [3, 2], [1, 0], [1, 0, 1])
     asked = [five, SampleSpec(allowed=np.uint32([0])), replace(five, num_logprobs=3)]
-    done, scored = runner.collect(runner.submit(batch, asked)), sample_spec(spec.submit(batch).logits[2], asked[2])
-    assert done.tokens[[0, 2]].tolist() == [5, 5] and done.errors[::2] == (None, None) and isinstance(done.errors[1], SamplingError), (done.tokens, done.errors)
-    assert np.isnan(done.logprobs[0]) and abs(done.logprobs[2] - scored.logprob) < 20 * limit, (done.logprobs, scored)
-    np.testing.assert_allclose(done.top[2][1], scored.top_logprobs, atol=20 * limit)
+    pending, scored = runner.submit(batch, asked), sample_spec(spec.submit(batch).logits[2], asked[2])
     drawn, heads = [5, 0], [[3], [4, 4]]                                             # in flight: what was drawn, and the 0 that stands for what could not be
     for step, who in enumerate((-1, SCORES + 1)):                                    # first the card draws, then the host
         # with an entry of its own, and without
@@ -582,6 +590,11 @@ def simulate(kv='f32', limit=1e-4):
                 for head, token, bias in zip(heads, drawn, biases)]
         handle = runner.submit(Batch([-1, -1], [3 + step, 4 + step], [0, 1], [0, 1]),
                                [replace(s, history_ids=np.r_[s.history_ids[:-1], np.int32(-1)]) for s in true])
+        if step == 0:                                                                # what was drawn before is fetched now
+            done = runner.collect(pending)
+            assert done.tokens[[0, 2]].tolist() == [5, 5] and done.errors[::2] == (None, None) and isinstance(done.errors[1], SamplingError), done
+            assert np.isnan(done.logprobs[0]) and abs(done.logprobs[2] - scored.logprob) < 20 * limit, (done.logprobs, scored)
+            np.testing.assert_allclose(done.top[2][1], scored.top_logprobs, atol=20 * limit)
         want = [sample_spec(row, s).token for row, s in zip(spec.submit(Batch(drawn, [3 + step, 4 + step], [0, 1], [0, 1])).logits, true)]
         np.testing.assert_array_equal(runner.collect(handle).tokens, want)
         assert all(w != d for w, d in zip(want, drawn)), 'penalised, and said again'
