@@ -62,6 +62,12 @@ def test_who_draws():
     assert masks.tolist() == [[9], [5]] and records[:, 60:64].copy().view(np.uint32).reshape(-1).tolist() == [1, 2]      # and so do masks: another row's would be a wrong token
 
 @needs_numba_cuda
+def test_every_draw_comes_back_to_its_row():
+    "Steps at random on a card of NumPy, see tests/numpy_card.py: an answer, a report or a mask of another row would be a wrong token, not an error"
+    done = python(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom numpy_card import search\nprint(search(200, 1), search(200, 2))", NUMBA_ENABLE_CUDASIM='1')
+    assert done.returncode == 0 and 'repeated' in done.stdout, done.stdout + done.stderr
+
+@needs_numba_cuda
 def test_masks_follow_their_rows_into_pieces():
     "A step of more than 32 rows: a piece's masks are numbered anew, and one that took its neighbour's would be a wrong token"
     import numpy as np
