@@ -781,14 +781,15 @@ def submit(self: CudaRunner, batch, sampling=None):
     every = len(batch.output_rows) == len(batch) and (batch.output_rows == np.arange(len(batch))).all()
     # a row that is asked for several times is computed once, unless each time a token is drawn from it
     wanted, places = (np.arange(len(batch)),) * 2 if every else np.unique(batch.output_rows, return_inverse=True)
-    self.last_pieces = list(self.pieces(batch, order))
+    pieces = list(self.pieces(batch, order))
     repeated = (sampling is not None and len(wanted) < len(sampling) and not all(map(is_plain, sampling))
-                and max(np.isin(batch.output_rows, rows).sum() for rows in self.last_pieces) <= SIZES[-1])
+                and max(np.isin(batch.output_rows, rows).sum() for rows in pieces) <= SIZES[-1])
     if repeated: wanted, places = batch.output_rows, np.arange(len(sampling))
     drawing, records, entries, masks = self.draws_of(sampling, wanted, places)
     outputs, pending = None, Pending(sampling, places, len(wanted), self.config.vocab_size, bool(drawing) and drawing[3])
     if drawing is None: outputs = np.zeros((len(wanted), self.config.vocab_size), np.float32)
-    for number, rows in enumerate(self.last_pieces):
+    self.last_pieces = pieces                                                        # `hidden` shows them: only of a step that is carried out
+    for number, rows in enumerate(pieces):
         into, mine = (rows, np.arange(len(rows))) if every else outputs_of(wanted, rows)
         taken = self.compute(batch, rows, mine, repeated, fed, drawing, *(() if records is None else (records[into], entries, masks)))
         self.show(number, rows)
